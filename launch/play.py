@@ -45,13 +45,6 @@ class EpisodeScreen:
   def __init__(
     self, console: Console, decode: Callable[[list[int]], str], *, ids: bool = True
   ):
-    """Creates a screen.
-
-    Args:
-      console: The console to write to.
-      decode: Turns token ids into text with special tokens.
-      ids: Whether to show token ids too.
-    """
     self._console, self._decode, self._ids = console, decode, ids
     self._shown = self._turns = 0
 
@@ -181,12 +174,6 @@ async def play_one_episode(
   job: Any, screen: EpisodeScreen, episode: int, sample: int
 ) -> int:
   """Plays one episode.
-
-  Args:
-    job: Parts that play, a `Player`.
-    screen: Shows the episode.
-    episode: Index of the episode.
-    sample: Index of the sample in its group.
 
   Returns:
     The exit status: 0, 1 for a failed episode, 2 if there is no such episode.

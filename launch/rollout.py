@@ -291,12 +291,6 @@ class DatasetRolloutJob:
   ):
     """Creates the parts.
 
-    Args:
-      settings: Settings of the run.
-      folder: Folder of the run.
-      mode: 'train' or 'val'.
-      part_size: Tasks per output file.
-
     Raises:
       ConfigError: For invalid settings, before any episode is played.
     """
@@ -359,10 +353,6 @@ class DatasetRolloutJob:
 
   async def play(self, console: Console, stop: Any) -> bool:
     """Plays the data set, then closes everything.
-
-    Args:
-      console: Shows the progress.
-      stop: Returns True once the user asked to stop.
 
     Returns:
       False if it was stopped before the end.

@@ -200,11 +200,7 @@ class StepTracer:
       await self._finish(step)
 
   async def close(self, num_steps: int) -> None:
-    """Writes what there is of a trace whose last step was not reached.
-
-    Args:
-      num_steps: The number of steps that were taken.
-    """
+    """Writes what there is of a trace that ends after the `num_steps` steps taken."""
     if self._first is not None and num_steps > self._first:
       await self._finish(num_steps - 1)
     elif self._keeps_spans:
@@ -430,9 +426,6 @@ def seconds_by_metric(trace: Mapping[str, Any]) -> dict[str, float]:
   """Sums a trace's spans to what the steps' metrics 'time/…' say.
 
   As in the metrics, times are of the learner's first process, and means of engines.
-
-  Args:
-    trace: The content of a trace file.
   """
   sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
   parts = {}

@@ -61,12 +61,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> list[tuple]:
 
 
 def task_kind(rows: Sequence[Mapping[str, Any]], tag: str) -> str:
-  """Returns what an evaluation's tasks are: held out, or rows that are trained on too.
-
-  Args:
-    rows: Rows of metrics.jsonl.
-    tag: The evaluation set.
-  """
+  """Returns what the tasks of a set are: held out, or rows that are trained on too."""
   name = f'eval/{tag}/training_rows'
   shares = [row[name] for row in rows if row.get(name) is not None]
   if not shares:
@@ -75,10 +70,7 @@ def task_kind(rows: Sequence[Mapping[str, Any]], tag: str) -> str:
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Returns all evaluation metrics before and after training, as JSON data.
-
-  Args:
-    rows: Rows of metrics.jsonl.
+  """Returns all evaluation metrics of metrics.jsonl before and after training, as JSON.
 
   Returns:
     For each metric its name, its first score, its last one (None if it was measured

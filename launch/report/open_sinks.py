@@ -37,11 +37,6 @@ def open_sinks(
   A user's own, a subclass of `MetricSink`, is made by
   `Name(folder, config, **options)` with the run's folder and its config as plain data.
 
-  Args:
-    workdir: The run's folder.
-    console: The terminal.
-    settings: Which other sinks there are.
-
   Raises:
     ConfigError: For a sink or an option that does not exist.
   """

@@ -191,11 +191,7 @@ def count_steps(run: ReportData) -> str:
 
 
 def run_seconds(rows: Sequence[Row]) -> float | None:
-  """Returns for how many seconds a run has written rows; None if it is not known.
-
-  Args:
-    rows: Rows of metrics.jsonl.
-  """
+  """Returns for how many seconds a run has written rows; None if it is not known."""
   walls = [row['time/wall'] for row in rows if row.get('time/wall')]
   if not walls:
     return None

@@ -245,9 +245,6 @@ class _SpacedRows:
 def find_causes(history: MetricHistory) -> 'list[Finding]':
   """Names what is known about why the newest phase of a run did not learn.
 
-  Args:
-    history: The run's metrics.
-
   Returns:
     The findings; none if it learned.
   """
@@ -289,14 +286,7 @@ def collect_report(
   record: Mapping[str, Any],
   status: str,
 ) -> 'ReportData':
-  """Returns what the page of a run shows.
-
-  Args:
-    folder: Folder of the run.
-    history: What was read of metrics.jsonl.
-    record: Content of config.json.
-    status: 'running', or how the run ended.
-  """
+  """Returns what the page of a run shows."""
   from launch.report.page import ReportData
 
   warnings = [

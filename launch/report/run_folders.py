@@ -55,9 +55,6 @@ class RunFolder:
     """Returns 'running', 'finished', 'stopped' or 'failed'.
 
     It is 'ended' if its process is gone and did not say how.
-
-    Args:
-      record: Content of config.json.
     """
     launches = record.get('launches') or [{}]
     if _is_locked(self.folder / '.lock'):
@@ -211,11 +208,7 @@ def _cell(row: Mapping[str, Any], name: str) -> Any:
 
 
 def repetition_key(config: Mapping[str, Any]) -> str:
-  """Returns a text that is equal for runs that differ in their seed alone.
-
-  Args:
-    config: The config of a run.
-  """
+  """Returns a text that is equal for runs that differ in their seed alone."""
   values = {k: v for k, v in flatten_keys(config).items() if k not in REPEATED}
   return json.dumps(values, sort_keys=True, default=str)
 

@@ -300,12 +300,7 @@ class TrajectoryIndex:
   def neighbours(
     self, query: TrajectoryQuery, name: str
   ) -> tuple[int | None, str | None, str | None]:
-    """Returns the position of a trajectory in a query's results, and the ids beside it.
-
-    Args:
-      query: The query.
-      name: Id of the trajectory.
-    """
+    """Returns the position of an id in a query's results, and the ids beside it."""
     rows = self._matching(query)
     row = self._query('SELECT row FROM rows WHERE id = ?', [name])
     at = np.flatnonzero(rows == (row[0][0] if row else -1))
@@ -361,11 +356,7 @@ class TrajectoryIndex:
     return {**counts, 'total': total, 'steps': [low, high]}
 
   def find(self, name: str) -> tuple[dict[str, Any], pathlib.Path, int, int] | None:
-    """Returns the row of an id, and the file, place and size of its content.
-
-    Args:
-      name: Id of a trajectory.
-    """
+    """Returns the row of an id, and the file, place and size of its content."""
     columns = ', '.join(SHOWN)
     matches = self._query(
       f'SELECT path, place, rows.size, {columns} FROM rows JOIN parts USING (part) '
@@ -378,11 +369,7 @@ class TrajectoryIndex:
     return dict(zip(SHOWN, values, strict=True)), pathlib.Path(path), place, size
 
   def group(self, name: str) -> list[dict[str, Any]]:
-    """Returns the rows of a group, by sample and turn.
-
-    Args:
-      name: Name of the group.
-    """
+    """Returns the rows of a group, by sample and turn."""
     members = self._query(
       f'SELECT {", ".join(SHOWN)} FROM rows WHERE grp = ? '
       f'ORDER BY sample, turn LIMIT {MAX_PAGE}',

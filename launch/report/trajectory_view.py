@@ -36,12 +36,7 @@ NOTHING_SHOWN = {
 
 
 def load_decoder(folder: pathlib.Path, record: Mapping[str, Any]) -> Decode | None:
-  """Returns what turns token ids of a run into text; None if it is not to be found.
-
-  Args:
-    folder: Folder of the run.
-    record: Content of its config.json.
-  """
+  """Returns what turns token ids of a run into text; None if it is not to be found."""
   model = (record.get('config') or {}).get('model') or {}
   checkpoint = str(model.get('checkpoint') or '')
   places = [folder / 'model', folder / 'export']
@@ -64,12 +59,6 @@ def show_trajectory(
   index: TrajectoryIndex, name: str, decode: Decode | None, *, start: int = 0
 ) -> dict[str, Any]:
   """Returns a trajectory with its tokens from `start` on, at most MAX_TOKENS.
-
-  Args:
-    index: The index of the run.
-    name: Id of the trajectory.
-    decode: Turns token ids into text.
-    start: Number of the first token.
 
   Raises:
     KeyError: If there is no such trajectory.
@@ -110,12 +99,7 @@ def show_trajectory(
 
 
 def show_group(index: TrajectoryIndex, name: str) -> list[dict[str, Any]]:
-  """Returns the samples of a group with their conversations, to be shown side by side.
-
-  Args:
-    index: The index of the run.
-    name: Name of the group.
-  """
+  """Returns the samples of a group with their conversations, to show side by side."""
   members = []
   for row in index.group(name)[:MAX_MEMBERS]:
     content, messages = {}, []

@@ -53,12 +53,6 @@ class RunTrajectories:
   """Holds the index of one run, and brings it up to date in the background."""
 
   def __init__(self, run: RunFolder, pool: concurrent.futures.Executor):
-    """Opens the index.
-
-    Args:
-      run: The run.
-      pool: Runs the indexing.
-    """
     record = run.record()
     self.index = TrajectoryIndex(run.folder, dump_patterns(record, run.folder))
     self.decode = functools.cache(

@@ -46,14 +46,8 @@ class DatasetRollout(RolloutScheduler):
   ):
     """Makes the engines.
 
-    Args:
-      settings: Settings of the run, with an evaluation set for each tag, of its name,
-        that says what is played.
-      policy: The model that plays, with its tokenizer.
-      runtime: Where engines, queues and workers are to live.
-      device_thread: The thread of this process's devices.
-      datasets: Data sets in traversal, by tag.
-      mode: 'train' or 'val'.
+    `settings` have an evaluation set for each tag, of its name, that says what is
+    played; `datasets` are in traversal, by tag.
     """
     self.mode = mode
     self._sets = settings.evaluations

@@ -38,10 +38,6 @@ class RunDatasets(NamedTuple):
 def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
   """Loads the rows of tags and of evaluation sets. Those that are the same are shared.
 
-  Args:
-    settings: Settings of the run.
-    runtime: Where the data sets are to live.
-
   Raises:
     ConfigError: If an environment needs rows and no path is set.
   """
@@ -91,10 +87,6 @@ def _reads_rows(settings: RunSettings, tag: str) -> bool:
 def evaluation_path(settings: RunSettings, name: str) -> RowSources:
   """Returns the source of an evaluation set's tasks.
 
-  Args:
-    settings: Settings of the run.
-    name: The set.
-
   Raises:
     ConfigError: If there is none.
   """
@@ -114,11 +106,7 @@ def _share_in(tasks: list[int], trained: list[int]) -> float:
 
 
 def named_training_rows(settings: RunSettings) -> dict[str, float]:
-  """Returns 1 for each evaluation set whose file is named as one of training rows.
-
-  Args:
-    settings: Settings of the run.
-  """
+  """Returns 1 for each evaluation set whose file is named as one of training rows."""
   seen = {}
   for name, evaluation in settings.active_evaluations.items():
     if _reads_rows(settings, evaluation.tag):
@@ -129,11 +117,7 @@ def named_training_rows(settings: RunSettings) -> dict[str, float]:
 
 
 def describe_seen(shares: Mapping[str, float]) -> str:
-  """Says which evaluation sets have tasks that are trained on, in one line.
-
-  Args:
-    shares: The share of a set's tasks, by set.
-  """
+  """Says which evaluation sets have tasks that are trained on, in one line."""
   return '; '.join(
     f'{name} is evaluated on training rows'
     + ('' if share == 1 else f' in {share:.0%} of its tasks')

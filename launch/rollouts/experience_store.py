@@ -71,13 +71,6 @@ class StoredGroups(GroupSource):
   ):
     """Opens the store.
 
-    Args:
-      settings: Settings of the run.
-      policy: The model that trains, with its tokenizer.
-      players: Play the evaluations; None without any.
-      workdir: Folder of the run.
-      stop: Returns True once the user asked to end.
-
     Raises:
       ConfigError: If another process trains, or trained, under this reader's name.
     """
@@ -155,10 +148,6 @@ class StoredGroups(GroupSource):
   async def start(self, step: int, state: Mapping[str, Any]) -> list[asyncio.Task]:
     """Starts to read at `step`.
 
-    Args:
-      step: The step to go on with.
-      state: What the checkpoint holds of `state`; empty without a checkpoint.
-
     Raises:
       ConfigError: For a checkpoint of a run that played, or of another store.
     """
@@ -216,11 +205,6 @@ def open_store_target(
   settings: RunSettings, folder: pathlib.Path, tokenizer: Any
 ) -> StoreTarget:
   """Opens the store that `trajectory_dump.path` names, to write groups to it.
-
-  Args:
-    settings: Settings of the run.
-    folder: Folder of the run.
-    tokenizer: Tokenizer of the model that plays.
 
   Raises:
     ConfigError: For `trajectory_dump.columns`, which a store does not have, and for a

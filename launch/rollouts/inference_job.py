@@ -67,9 +67,6 @@ class InferenceJob:
 
     Engines that die meanwhile are replaced. Raises the root cause of an error.
 
-    Args:
-      work: Makes the work to be awaited.
-
     Returns:
       What the work returns.
     """

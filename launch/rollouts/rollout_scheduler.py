@@ -427,11 +427,7 @@ class RolloutScheduler:
   # ---- evaluation
 
   def manager(self, tag: str) -> EnvManager:
-    """Makes a manager of training tasks outside any queue.
-
-    Args:
-      tag: The environment tag.
-    """
+    """Makes a manager of training tasks outside any queue."""
     env_config = self._settings.env[tag].env_config
     options, dataset = self._manager_options(tag), self.datasets[tag]
     return self._make_manager(tag, env_config, options, dataset)
