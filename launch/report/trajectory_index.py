@@ -8,6 +8,7 @@ Parquet; nothing is unpickled.
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import os
 import pathlib
@@ -144,8 +145,8 @@ class TrajectoryIndex:
     self._lock = threading.Lock()  # of the connection that reads
     self._refreshing = threading.Lock()
     self._checked = float('-inf')
-    self._results: dict[TrajectoryQuery, tuple[int, np.ndarray]] = {}
-    self._facets: tuple[int, dict[str, Any]] = (-1, {})
+    self._matching_at = functools.lru_cache(MAX_QUERIES)(self._find_matching)
+    self._facets_at = functools.lru_cache(1)(self._count_facets)
     self.pending = 0
     self._path = self._find_path()
     self._read = self._open()
@@ -318,30 +319,21 @@ class TrajectoryIndex:
 
   def _matching(self, query: TrajectoryQuery) -> np.ndarray:
     """Returns the numbers of the rows that match, in order."""
-    generation = self._generation()
-    known = self._results.get(query)
-    if known is not None and known[0] == generation:
-      return known[1]
-    text, values = query.sql()
-    matches = self._query(text, values)
-    rows = np.fromiter((row[0] for row in matches), np.int64, len(matches))
-    while len(self._results) >= MAX_QUERIES:
-      self._results.pop(next(iter(self._results)), None)
-    self._results[query] = generation, rows
-    return rows
+    return self._matching_at(query, self._generation())
+
+  def _find_matching(self, query: TrajectoryQuery, generation: int) -> np.ndarray:
+    matches = self._query(*query.sql())
+    return np.fromiter((row[0] for row in matches), np.int64, len(matches))
 
   def facets(self) -> dict[str, Any]:
     """Returns the values that can be asked for: modes, tags, reasons, ranges."""
-    generation = self._generation()
-    if self._facets[0] != generation:
-      self._facets = generation, self._count_facets()
-    return self._facets[1]
+    return self._facets_at(self._generation())
 
   def _generation(self) -> int:
     """Returns a number that changes when the index does, whoever changes it."""
     return self._query('PRAGMA data_version', [])[0][0]
 
-  def _count_facets(self) -> dict[str, Any]:
+  def _count_facets(self, generation: int) -> dict[str, Any]:
     counts = {
       name: self._query(
         f'SELECT {column}, count(*) FROM rows WHERE {column} IS NOT NULL '
