@@ -19,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+import types
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -79,14 +80,8 @@ class ProcessTrace:
 # ---- in every process
 
 
-class _ProcessState:
-  """The profile that this process is recording: its folder and its clock's time."""
-
-  folder: str | None = None
-  clock_time = 0.0
-
-
-_state = _ProcessState()
+# The profile that this process is recording: its folder and its clock's time.
+_state = types.SimpleNamespace(folder=None, clock_time=0.0)
 
 
 def start_spans(actor: Any, name: str) -> None:

@@ -302,7 +302,6 @@ def collect_report(
     snapshots=load_samples(folder / 'samples.json'),
     status=status,
     warnings=warnings,
-    num_rows=history.num_rows(),
     num_trained=history.num_trained(),
     varying=history.varying,
   )

@@ -6,7 +6,7 @@ import json
 import logging
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl.algorithms import requirements
 from jaxrl.data.store.experience_reader import ExperienceReader
@@ -187,24 +187,13 @@ class StoredGroups(GroupSource):
     self._database.close()
 
 
-class StoreTarget(NamedTuple):
-  """Keeps the groups that a run plays in an experience store.
-
-  Attributes:
-    columns: Turns groups into rows of the store.
-    ledger: Writes them.
-    name: The store's name, for people.
-  """
-
-  columns: GroupSerializer
-  ledger: ExperienceWriter
-  name: str
-
-
 def open_store_target(
   settings: RunSettings, folder: pathlib.Path, tokenizer: Any
-) -> StoreTarget:
+) -> tuple[GroupSerializer, ExperienceWriter, str]:
   """Opens the store that `trajectory_dump.path` names, to write groups to it.
+
+  Returns:
+    What turns groups into rows of the store, what writes them, and the store's name.
 
   Raises:
     ConfigError: For `trajectory_dump.columns`, which a store does not have, and for a
@@ -224,4 +213,4 @@ def open_store_target(
   database = StoreDatabase(dump.store.url, 'trajectory_dump.path')
   facts = compatibility_facts(settings, tokenizer)
   ledger = ExperienceWriter(database, writer_run_id(folder), facts)
-  return StoreTarget(GroupSerializer(dump.store.version), ledger, database.name)
+  return GroupSerializer(dump.store.version), ledger, database.name
