@@ -517,7 +517,7 @@ class Prometheus(MetricSink):
   of the latest values.
   """
 
-  def __init__(self, folder: pathlib.Path, port: int = 0):
+  def __init__(self, folder: pathlib.Path, *, port: int = 0):
     """Starts the server.
 
     Args:
