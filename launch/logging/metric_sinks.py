@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, require_package
 from launch.logging.workdir import write_atomically
 
 if TYPE_CHECKING:  # a wrong command line is answered before JAX is imported
@@ -527,18 +527,12 @@ class Prometheus(MetricSink):
     Raises:
       ConfigError: If the package is not installed, or the port cannot be used.
     """
-    try:
-      import prometheus_client
-    except ImportError as error:
-      raise ConfigError(
-        '--config.logging.sinks: prometheus needs the extra of that name: pip install '
-        "-e '.[prometheus]'"
-      ) from error
+    where = '--config.logging.sinks: prometheus'
+    require_package('prometheus_client', where, 'prometheus')
+    import prometheus_client
+
     if not 0 <= port < 2**16:
-      raise ConfigError(
-        f'--config.logging.sinks: prometheus(port={port}): a port is a number from 0 '
-        'to 65535'
-      )
+      raise ConfigError(f'{where}(port={port}): a port is a number from 0 to 65535')
     self._gauge_class = prometheus_client.Gauge
     self._registry = prometheus_client.CollectorRegistry()
     self._gauges: dict[str, Any] = {}
@@ -551,8 +545,7 @@ class Prometheus(MetricSink):
     except OSError as error:
       reason = 'is in use' if error.errno == errno.EADDRINUSE else f'failed: {error}'
       raise ConfigError(
-        f'--config.logging.sinks: prometheus(port={port}): the port {reason}; choose '
-        'another one, or port=0'
+        f'{where}(port={port}): the port {reason}; choose another one, or port=0'
       ) from error
     self.url = f'http://{PROMETHEUS_HOST}:{self._server.server_port}/metrics'
     log.info('metrics for Prometheus at %s', self.url)
