@@ -17,7 +17,7 @@ from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.options import ConfigError, require_package
-from jaxrl.tinker.tinker_options import TinkerOptions
+from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime import process_env
@@ -27,7 +27,7 @@ from launch.settings import command_line
 
 if TYPE_CHECKING:
   from jaxrl.model_loading import LoadedModel
-  from jaxrl.tinker.tinker_model import TinkerModel
+  from jaxrl.rollout.tinker.tinker_model import TinkerModel
 
 API_KEY_ENV = 'TINKER_API_KEY'
 KEY_PREFIX = 'tml-'  # without which the package sends no key
@@ -82,7 +82,7 @@ def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'TinkerModel']:
   from jaxrl.data import hub
   from jaxrl.models import lora
   from jaxrl.models.model_config import Lora
-  from jaxrl.tinker.tinker_model import TinkerModel
+  from jaxrl.rollout.tinker.tinker_model import TinkerModel
 
   dtype = dtype or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
   name = checkpoint.rstrip('/')
@@ -133,15 +133,15 @@ async def serve_tinker(
     The base URL.
   """
   from jaxrl.device_thread import DeviceThread
-  from jaxrl.tinker.checkpoint_store import CheckpointStore
-  from jaxrl.tinker.pending_results import PendingResults
-  from jaxrl.tinker.sampler_endpoint import SamplerEndpoint
-  from jaxrl.tinker.sampling_service import SamplingService
-  from jaxrl.tinker.sessions import SessionTable
-  from jaxrl.tinker.tenant_engine import TenantEngine
-  from jaxrl.tinker.tenant_learner import TenantLearner
-  from jaxrl.tinker.tinker_server import TinkerServer
-  from jaxrl.tinker.training_service import TrainingService
+  from jaxrl.rollout.tinker.checkpoint_store import CheckpointStore
+  from jaxrl.rollout.tinker.pending_results import PendingResults
+  from jaxrl.rollout.tinker.sampler_endpoint import SamplerEndpoint
+  from jaxrl.rollout.tinker.sampling_service import SamplingService
+  from jaxrl.rollout.tinker.sessions import SessionTable
+  from jaxrl.rollout.tinker.tenant_engine import TenantEngine
+  from jaxrl.rollout.tinker.tenant_learner import TenantLearner
+  from jaxrl.rollout.tinker.tinker_server import TinkerServer
+  from jaxrl.rollout.tinker.training_service import TrainingService
 
   loaded, served = _load(checkpoint, dtype)
   device_thread = DeviceThread()

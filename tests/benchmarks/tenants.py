@@ -9,8 +9,12 @@ import numpy as np
 
 from jaxrl.model_loading import random_config
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.tinker import row_adapters
-from jaxrl.tinker.tenant_learner import TenantLearner, TenantSnapshot, TrainingRow
+from jaxrl.rollout.tinker import row_adapters
+from jaxrl.rollout.tinker.tenant_learner import (
+  TenantLearner,
+  TenantSnapshot,
+  TrainingRow,
+)
 
 ROWS, LENGTH, RANK = 16, 64, 8
 ADAM = {

@@ -47,7 +47,6 @@ LEVELS = [
   {'jaxrl.rollout'},
   {'jaxrl.loop', 'jaxrl.model_loading'},
   {'jaxrl.run_options'},
-  {'jaxrl.tinker'},
   {'configs'},
   {'launch'},
   {'examples', 'recipes'},
@@ -88,10 +87,10 @@ READS_WALL_CLOCK = {
   'jaxrl.rollout.gateway.http_server',
   'jaxrl.rollout.weights.transport',  # of files, which have no other time
   # What clients see, and what must hold beyond the process.
-  'jaxrl.tinker.checkpoint_store',
-  'jaxrl.tinker.sessions',
-  'jaxrl.tinker.tinker_server',
-  'jaxrl.tinker.training_service',
+  'jaxrl.rollout.tinker.checkpoint_store',
+  'jaxrl.rollout.tinker.sessions',
+  'jaxrl.rollout.tinker.tinker_server',
+  'jaxrl.rollout.tinker.training_service',
   'launch.logging.metric_sinks',
   'launch.logging.step_trace',  # of several machines
   'launch.report.run_folders',  # of files

@@ -9,16 +9,16 @@ import time
 import numpy as np
 import pytest
 
-from jaxrl.tinker import checkpoint_store, request_bodies
-from jaxrl.tinker.checkpoint_store import CheckpointStore, parse_path
-from jaxrl.tinker.pending_results import (
+from jaxrl.rollout.tinker import checkpoint_store, request_bodies
+from jaxrl.rollout.tinker.checkpoint_store import CheckpointStore, parse_path
+from jaxrl.rollout.tinker.pending_results import (
   PendingResults,
   RequestError,
   TooManyRequestsError,
 )
-from jaxrl.tinker.sessions import SessionEndedError, SessionTable
-from jaxrl.tinker.tenant_learner import TenantSnapshot
-from jaxrl.tinker.tinker_options import TinkerOptions
+from jaxrl.rollout.tinker.sessions import SessionEndedError, SessionTable
+from jaxrl.rollout.tinker.tenant_learner import TenantSnapshot
+from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 
 RUN = 'abc:train:0'
 FACTS = {'rank': 2, 'base_model': 'm'}

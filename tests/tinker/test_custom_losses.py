@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.tinker import request_bodies
-from jaxrl.tinker.custom_losses import CustomLoss
-from jaxrl.tinker.pending_results import RequestError
+from jaxrl.rollout.tinker import request_bodies
+from jaxrl.rollout.tinker.custom_losses import CustomLoss
+from jaxrl.rollout.tinker.pending_results import RequestError
 
 REF = [{'ref': 'logprobs'}]
 

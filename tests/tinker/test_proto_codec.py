@@ -5,8 +5,8 @@ import contextlib
 import numpy as np
 import pytest
 
-from jaxrl.tinker import proto_codec
-from jaxrl.tinker.proto_codec import ProtoError, SequenceMessage
+from jaxrl.rollout.tinker import proto_codec
+from jaxrl.rollout.tinker.proto_codec import ProtoError, SequenceMessage
 
 CELLS = 10**6
 

@@ -9,8 +9,8 @@ import pytest
 from jaxrl import model_loading
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.tinker import row_adapters
-from jaxrl.tinker.tenant_engine import BASE, TenantEngine, TenantSampling
+from jaxrl.rollout.tinker import row_adapters
+from jaxrl.rollout.tinker.tenant_engine import BASE, TenantEngine, TenantSampling
 from tests.tinker import tiny
 
 CONFIG = model_loading.random_config(**tiny.SIZES)

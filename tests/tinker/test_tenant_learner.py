@@ -14,14 +14,14 @@ from jaxrl.functional import losses
 from jaxrl.models.model_config import Lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
-from jaxrl.tinker import row_adapters, tenant_losses
-from jaxrl.tinker.tenant_learner import (
+from jaxrl.rollout.tinker import row_adapters, tenant_losses
+from jaxrl.rollout.tinker.tenant_learner import (
   ALPHA,
   TenantLearner,
   TenantSnapshot,
   TrainingRow,
 )
-from jaxrl.tinker.tenant_programs import buckets_to, num_targets
+from jaxrl.rollout.tinker.tenant_programs import buckets_to, num_targets
 from tests.tinker import tiny
 
 CONFIG = model_loading.random_config(**tiny.SIZES)

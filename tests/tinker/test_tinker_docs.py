@@ -31,7 +31,7 @@ def test_the_script_trains_and_samples(server, checkpoint, tmp_path):
 
 
 def test_the_page_names_every_loss():
-  from jaxrl.tinker import tenant_losses
+  from jaxrl.rollout.tinker import tenant_losses
 
   text = PAGE.read_text()
   for name in (*tenant_losses.LOSSES, *tenant_losses.UNSUPPORTED):

@@ -11,26 +11,31 @@ import msgspec
 import numpy as np
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.tinker import checkpoint_store, request_bodies, row_adapters, tenant_losses
-from jaxrl.tinker.checkpoint_store import CheckpointStore
-from jaxrl.tinker.custom_losses import CustomLoss, run_custom_loss
-from jaxrl.tinker.pending_results import (
+from jaxrl.rollout.tinker import (
+  checkpoint_store,
+  request_bodies,
+  row_adapters,
+  tenant_losses,
+)
+from jaxrl.rollout.tinker.checkpoint_store import CheckpointStore
+from jaxrl.rollout.tinker.custom_losses import CustomLoss, run_custom_loss
+from jaxrl.rollout.tinker.pending_results import (
   SERVER,
   PendingResult,
   PendingResults,
   RequestError,
 )
-from jaxrl.tinker.proto_codec import ForwardBackwardMessage
-from jaxrl.tinker.sessions import ClientSession, SessionTable
-from jaxrl.tinker.tenant_learner import (
+from jaxrl.rollout.tinker.proto_codec import ForwardBackwardMessage
+from jaxrl.rollout.tinker.sessions import ClientSession, SessionTable
+from jaxrl.rollout.tinker.tenant_learner import (
   Tenant,
   TenantLearner,
   TenantSnapshot,
   TrainingRow,
 )
-from jaxrl.tinker.tinker_model import TinkerModel, peft_files, trained_layers
-from jaxrl.tinker.tinker_options import TinkerOptions
-from jaxrl.tinker.training_queue import TrainingQueue
+from jaxrl.rollout.tinker.tinker_model import TinkerModel, peft_files, trained_layers
+from jaxrl.rollout.tinker.tinker_options import TinkerOptions
+from jaxrl.rollout.tinker.training_queue import TrainingQueue
 
 ADAMW = {'type': 'adamw'}
 MAX_AHEAD = 10_000  # numbers by which requests may be out of order

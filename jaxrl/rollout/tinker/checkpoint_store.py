@@ -24,9 +24,9 @@ from typing import Any
 
 import numpy as np
 
-from jaxrl.tinker.pending_results import RequestError
-from jaxrl.tinker.row_adapters import Adapters
-from jaxrl.tinker.tenant_learner import TenantSnapshot
+from jaxrl.rollout.tinker.pending_results import RequestError
+from jaxrl.rollout.tinker.row_adapters import Adapters
+from jaxrl.rollout.tinker.tenant_learner import TenantSnapshot
 
 TRAINING, SAMPLER, EXTERNAL = 'weights', 'sampler_weights', 'external_weights'
 KINDS = {TRAINING: 'training', SAMPLER: 'sampler', EXTERNAL: 'external'}

@@ -9,22 +9,22 @@ from typing import Any
 import numpy as np
 
 from jaxrl.data.seeds import fold_seed
-from jaxrl.tinker import proto_codec, request_bodies
-from jaxrl.tinker.checkpoint_store import SAMPLER, CheckpointStore, parse_path
-from jaxrl.tinker.pending_results import (
+from jaxrl.rollout.tinker import proto_codec, request_bodies
+from jaxrl.rollout.tinker.checkpoint_store import SAMPLER, CheckpointStore, parse_path
+from jaxrl.rollout.tinker.pending_results import (
   PendingResult,
   PendingResults,
   RequestError,
   TooManyRequestsError,
 )
-from jaxrl.tinker.proto_codec import SequenceMessage
-from jaxrl.tinker.request_bodies import SampleBody
-from jaxrl.tinker.row_adapters import Adapters
-from jaxrl.tinker.sessions import SessionTable
-from jaxrl.tinker.tenant_engine import BASE, TenantEngine, TenantSampling
-from jaxrl.tinker.tenant_learner import ALPHA
-from jaxrl.tinker.tinker_model import TinkerModel
-from jaxrl.tinker.tinker_options import TinkerOptions
+from jaxrl.rollout.tinker.proto_codec import SequenceMessage
+from jaxrl.rollout.tinker.request_bodies import SampleBody
+from jaxrl.rollout.tinker.row_adapters import Adapters
+from jaxrl.rollout.tinker.sessions import SessionTable
+from jaxrl.rollout.tinker.tenant_engine import BASE, TenantEngine, TenantSampling
+from jaxrl.rollout.tinker.tenant_learner import ALPHA
+from jaxrl.rollout.tinker.tinker_model import TinkerModel
+from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 
 MAX_SAMPLES_OF_REQUEST = 1024
 

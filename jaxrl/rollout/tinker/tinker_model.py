@@ -9,9 +9,9 @@ import msgspec
 import numpy as np
 
 from jaxrl.models.model_config import Lora, ModelConfig
-from jaxrl.tinker import row_adapters
-from jaxrl.tinker.pending_results import RequestError
-from jaxrl.tinker.tenant_learner import ALPHA, TenantSnapshot
+from jaxrl.rollout.tinker import row_adapters
+from jaxrl.rollout.tinker.pending_results import RequestError
+from jaxrl.rollout.tinker.tenant_learner import ALPHA, TenantSnapshot
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,8 +6,8 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from jaxrl.tinker.checkpoint_store import CheckpointStore
-from jaxrl.tinker.pending_results import RequestError, TooManyRequestsError
+from jaxrl.rollout.tinker.checkpoint_store import CheckpointStore
+from jaxrl.rollout.tinker.pending_results import RequestError, TooManyRequestsError
 
 
 class SessionEndedError(Exception):

@@ -9,10 +9,10 @@ from typing import Any, TypeVar
 import msgspec
 import numpy as np
 
-from jaxrl.tinker import tenant_losses
-from jaxrl.tinker.pending_results import RequestError
-from jaxrl.tinker.proto_codec import DatumMessage, ProtoError, from_csr
-from jaxrl.tinker.tenant_learner import TrainingRow
+from jaxrl.rollout.tinker import tenant_losses
+from jaxrl.rollout.tinker.pending_results import RequestError
+from jaxrl.rollout.tinker.proto_codec import DatumMessage, ProtoError, from_csr
+from jaxrl.rollout.tinker.tenant_learner import TrainingRow
 
 T = TypeVar('T')
 _MAX_METADATA = 64 << 10  # bytes of JSON

@@ -23,19 +23,19 @@ from jaxrl.rollout.gateway.connection_limits import (
   ConnectionLimits,
   request_in_progress,
 )
-from jaxrl.tinker import checkpoint_store, proto_codec, request_bodies
-from jaxrl.tinker.pending_results import (
+from jaxrl.rollout.tinker import checkpoint_store, proto_codec, request_bodies
+from jaxrl.rollout.tinker.pending_results import (
   PendingResults,
   RequestError,
   TooManyRequestsError,
 )
-from jaxrl.tinker.proto_codec import ProtoError
-from jaxrl.tinker.sampler_endpoint import SamplerEndpoint
-from jaxrl.tinker.sampling_service import SamplingService
-from jaxrl.tinker.sessions import SessionEndedError, SessionTable
-from jaxrl.tinker.tinker_model import TinkerModel
-from jaxrl.tinker.tinker_options import TinkerOptions
-from jaxrl.tinker.training_service import ADAMW, TrainingService
+from jaxrl.rollout.tinker.proto_codec import ProtoError
+from jaxrl.rollout.tinker.sampler_endpoint import SamplerEndpoint
+from jaxrl.rollout.tinker.sampling_service import SamplingService
+from jaxrl.rollout.tinker.sessions import SessionEndedError, SessionTable
+from jaxrl.rollout.tinker.tinker_model import TinkerModel
+from jaxrl.rollout.tinker.tinker_options import TinkerOptions
+from jaxrl.rollout.tinker.training_service import ADAMW, TrainingService
 
 log = logging.getLogger(__name__)
 API = '/api/v1'

@@ -22,9 +22,9 @@ from jaxrl.rollout.engine.engine_base import EngineRequest
 from jaxrl.rollout.engine.jax_engine import DecodeResult, JaxEngine
 from jaxrl.rollout.engine.model_runner import ModelRunner, SlotState
 from jaxrl.rollout.engine.scheduler import SchedulerOutput
-from jaxrl.tinker import row_adapters
-from jaxrl.tinker.row_adapters import Adapters, DecodingStack
-from jaxrl.tinker.tenant_programs import (
+from jaxrl.rollout.tinker import row_adapters
+from jaxrl.rollout.tinker.row_adapters import Adapters, DecodingStack
+from jaxrl.rollout.tinker.tenant_programs import (
   TenantPrograms,
   TokenRows,
   buckets_to,

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.tinker import row_adapters
-from jaxrl.tinker.row_adapters import Adapters, DecodingStack, tenant_axis
-from jaxrl.tinker.tenant_losses import LossRows, row_losses
+from jaxrl.rollout.tinker import row_adapters
+from jaxrl.rollout.tinker.row_adapters import Adapters, DecodingStack, tenant_axis
+from jaxrl.rollout.tinker.tenant_losses import LossRows, row_losses
 from jaxrl.types import Array, Params
 
 MIN_BUCKET = 32

@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.tinker.pending_results import PendingResult, RequestError
-from jaxrl.tinker.proto_codec import write_forward_backward
-from jaxrl.tinker.tenant_learner import Tenant, TenantLearner, TrainingRow
-from jaxrl.tinker.tenant_programs import num_targets
+from jaxrl.rollout.tinker.pending_results import PendingResult, RequestError
+from jaxrl.rollout.tinker.proto_codec import write_forward_backward
+from jaxrl.rollout.tinker.tenant_learner import Tenant, TenantLearner, TrainingRow
+from jaxrl.rollout.tinker.tenant_programs import num_targets
 
 log = logging.getLogger(__name__)
 _Key = tuple[int, int, bool]  # bucket, targets of a position, whether backward

@@ -12,10 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.tinker import row_adapters
-from jaxrl.tinker.row_adapters import Adapters, tenant_axis
-from jaxrl.tinker.tenant_losses import CODES, CROSS_ENTROPY, LossRows
-from jaxrl.tinker.tenant_programs import (
+from jaxrl.rollout.tinker import row_adapters
+from jaxrl.rollout.tinker.row_adapters import Adapters, tenant_axis
+from jaxrl.rollout.tinker.tenant_losses import CODES, CROSS_ENTROPY, LossRows
+from jaxrl.rollout.tinker.tenant_programs import (
   AdamHyperparameters,
   TenantPrograms,
   TenantState,

@@ -17,10 +17,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.tinker import request_bodies
-from jaxrl.tinker.pending_results import RequestError
-from jaxrl.tinker.proto_codec import write_forward_backward
-from jaxrl.tinker.tenant_learner import Tenant, TenantLearner, TrainingRow
+from jaxrl.rollout.tinker import request_bodies
+from jaxrl.rollout.tinker.pending_results import RequestError
+from jaxrl.rollout.tinker.proto_codec import write_forward_backward
+from jaxrl.rollout.tinker.tenant_learner import Tenant, TenantLearner, TrainingRow
 
 MAX_NODES, MAX_INPUTS = 512, 16
 MAX_CELLS = 1 << 24  # elements of a value

@@ -16,10 +16,10 @@ from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.http_server import GatewayServer
-from jaxrl.tinker.pending_results import RequestError
-from jaxrl.tinker.sampling_service import SamplingService
-from jaxrl.tinker.tenant_engine import TenantEngine, TenantSampling
-from jaxrl.tinker.tinker_model import TinkerModel
+from jaxrl.rollout.tinker.pending_results import RequestError
+from jaxrl.rollout.tinker.sampling_service import SamplingService
+from jaxrl.rollout.tinker.tenant_engine import TenantEngine, TenantSampling
+from jaxrl.rollout.tinker.tinker_model import TinkerModel
 from jaxrl.types import Completion, SamplingParams
 
 MAX_GATEWAYS = 16
