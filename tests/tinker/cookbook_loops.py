@@ -86,7 +86,7 @@ def main() -> None:
   model = str(pathlib.Path(flags.model).resolve())
   os.environ['TINKER_API_KEY'] = tiny.KEY
   with tempfile.TemporaryDirectory() as folder:
-    server = tiny.ServerProcess(model, f'{folder}/store', *LIMITS)
+    server = tiny.ServerProcess(model, f'{folder}/store', *LIMITS, wait=300)
     try:
       metrics = run(flags.loop, model, server.url, f'{folder}/log', flags.steps)
     finally:

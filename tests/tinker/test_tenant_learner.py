@@ -143,7 +143,8 @@ def test_gradients_equal_those_of_our_own_functions(learner, tenants, name):
   np.testing.assert_allclose(logprobs[:, 0], expected_logprobs, atol=1e-5)
   own = gradients(learner, tenant)
   apart = optax.tree.norm(jax.tree.map(lambda x, y: x - y, own, expected))
-  assert apart <= 1e-6 * max(optax.tree.norm(expected), 1)
+  # The two multiply in another order, in float32.
+  assert apart <= 5e-6 * max(optax.tree.norm(expected), 1)
 
 
 def test_calls_that_accumulate_equal_one(learner, tenants):
