@@ -209,17 +209,45 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
     config: The layer's shape, as `ModelConfig.layer` gives it.
     weights: Those of the layer.
   """
-  products = {}
-  if isinstance(weights, dict) and {'qkv', 'gate_up'} & {
-    name for part in ('attention', 'mlp') for name in weights.get(part, ())
-  }:
-    from jaxrl.models.decoding import joined_products  # engines on GPUs have them
+  joined, products = {}, {}
+  if isinstance(weights, dict):
+    parts = [weights.get(name, {}) for name in ('attention', 'mlp')]
+    if any(name in part for part in parts for name in ('qkv', 'gate_up')):
+      from jaxrl.models.decoding import joined_products  # engines on GPUs have them
 
-    weights, products = joined_products.part(config, weights)
+      weights, joined = joined_products.part(config, weights)
+    elif any('rows' in one for part in parts for one in part.values()):
+      from jaxrl.models.decoding import output_major  # engines on CPUs have them
+
+      weights, products = output_major.part(config, weights)
   layer = nnx.merge(_definition(_layer, config)[0], weights)
-  for name, product in products.items():
+  for name, product in joined.items():
     getattr(layer, name).joined = product
+  for (module, name), product in products.items():
+    getattr(getattr(layer, module), name).product = product
   return layer
+
+
+def vocabulary_product(
+  table: jax.Array, hidden: jax.Array, is_arranged: bool
+) -> jax.Array:
+  """Computes the product of final states with the LM head.
+
+  Args:
+    table: `[V, D]`.
+    hidden: `[…, D]`.
+    is_arranged: Whether the parameters are those of `decoding.output_major`, which are
+      multiplied in the type that they have.
+
+  Returns:
+    `[…, V]` float32.
+  """
+  if is_arranged:
+    from jaxrl.models.decoding import output_major  # engines on CPUs have them
+
+    return output_major.product(table, hidden.astype(jnp.float32))
+  table = table.astype(hidden.dtype)
+  return jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
 
 
 def unstack(config: ModelConfig, params: Params) -> Params:

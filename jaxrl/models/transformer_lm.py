@@ -55,6 +55,7 @@ class TransformerLM:
       `attention`.
     router_replay: Whether the cache also records each token's experts, for the learner.
     row_segments: The most segments of a row, see `attention`; 0 for not known.
+    weights_dtype: Of matrices that `decoding.output_major` has arranged; '' for others.
   """
 
   config: ModelConfig
@@ -70,6 +71,7 @@ class TransformerLM:
   context: Any = None
   router_replay: bool = False
   row_segments: int = 0
+  weights_dtype: str = ''
 
   def __post_init__(self) -> None:
     check_kernels_option(self.kernels)
@@ -131,8 +133,8 @@ class TransformerLM:
     Returns:
       `[…, V]` float32.
     """
-    table = self._head(params).astype(hidden.dtype)
-    logits = jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
+    table = self._head(params)
+    logits = layer_stack.vocabulary_product(table, hidden, bool(self.weights_dtype))
     cap = self.config.logits_softcap
     return cap * jnp.tanh(logits / cap) if cap else logits
 

@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -101,6 +101,9 @@ class JaxEngine(EngineBase):
       mode, bit for bit, at the price of speed.
     router_replay: Returns the experts that every token took, so that the learner can
       take them too (https://arxiv.org/abs/2510.11370).
+    weights_dtype: On a CPU, the type of the matrices of attention and MLPs, the
+      embedding table and the LM head; '' for the model's. 'bfloat16' reads half as much
+      for a token as 'float32', and rounds what it multiplies.
     sharding: Where weights and cache lie; by default the first device.
 
   Raises:
@@ -124,6 +127,7 @@ class JaxEngine(EngineBase):
     max_stop_ids: int = 8,
     exact: bool = False,
     router_replay: bool = False,
+    weights_dtype: Literal['', 'float32', 'bfloat16'] = '',
     sharding: jax.sharding.Sharding | None = None,
   ):
     super().__init__(
@@ -136,6 +140,14 @@ class JaxEngine(EngineBase):
       model = dataclasses.replace(model, exact=Exact.for_slots(max_num_seqs))
     if router_replay:
       model = dataclasses.replace(model, router_replay=True)
+    plain = model.exact is None and sharding.num_devices == 1
+    if platform == 'cpu' and plain:
+      model = dataclasses.replace(model, weights_dtype=weights_dtype or model.dtype)
+    elif weights_dtype:
+      raise ValueError(
+        f'weights_dtype={weights_dtype!r} is for one CPU device that is not in exact '
+        f'mode; here the type is that of the model, {model.dtype}'
+      )
     self._model_runner: Any = make_model_runner(  # has the methods of a ModelRunner
       model,
       decode_threads=decode_threads,

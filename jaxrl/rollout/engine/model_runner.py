@@ -215,7 +215,8 @@ class ModelRunner:
     self._update = jax.jit(partial(_update_slots), donate_argnums=0)
     self._experts = jax.jit(partial(caches.experts_of))
     self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
-    self._arrange = jax.jit(partial(_arrange, model, self._is_static))
+    arrange = partial(_arrange, model, self._is_static)
+    self._arrange = arrange if model.weights_dtype else jax.jit(arrange)
     self._num_warm_programs: int | None = None  # None before the warm-up
     self._image_features: Any = None
     if model.config.vision is not None:
@@ -438,8 +439,12 @@ def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
 
 def _arrange(model: TransformerLM, joins: bool, params: Params) -> Params:
   """Lays parameters out as decode reads them fastest."""
+  if model.weights_dtype:
+    from jaxrl.models.decoding import output_major  # for CPUs alone
+
+    return output_major.arrange(model.config, params, model.weights_dtype)
   params = model.unstack(params)
-  if not joins:  # on a CPU it gains nothing
+  if not joins:
     return params
   from jaxrl.models.decoding import joined_products  # for GPUs alone
 

@@ -2,13 +2,17 @@
 
 import asyncio
 
+from jaxrl.models.transformer_lm import MAX_UNROLLED_LAYERS
 from tests.benchmarks import machine, toy
 from tests.benchmarks.peers.shape import Turns
 
 
 def main() -> None:
   wait = asyncio.new_event_loop().run_until_complete
-  run = toy.Toy(decode_steps=64, share=True)
+  # What model.remat='auto' chooses on a CPU.
+  shallow = toy.CONFIG.num_layers <= MAX_UNROLLED_LAYERS
+  remat = 'none' if shallow else 'products'
+  run = toy.Toy(decode_steps=64, share=True, remat=remat)
   wait(run.start())
 
   def decode(rows: list[list[int]], lengths: list[int]) -> int:
