@@ -360,7 +360,16 @@ class ModelRunner:
       return cache
     table = np.zeros((self.num_slots, 3), np.int32)
     table[: len(copies)] = copies
-    return self._copy(cache, table, np.int32(len(copies)))
+    arguments = table, np.int32(len(copies))
+    if platform_of(self.model.platform) != 'cpu':
+      return self._copy(cache, *arguments)
+    # A program for one layer, not for all, which XLA would take nearly as long to
+    # compile as a decode step.
+    done = []
+    for i in range(self.model.config.num_layers):
+      layer = {name: layers[i : i + 1] for name, layers in cache.items()}
+      done.append(self._copy(layer, *arguments))
+    return {name: sum((layer[name] for layer in done), ()) for name in cache}
 
   def update_slots(
     self, slots: SlotState, is_updated: np.ndarray, new_state: SlotState
