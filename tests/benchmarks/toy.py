@@ -54,7 +54,7 @@ class Toy:
     kernels: str = 'auto',
     share: bool = False,
     size: shape.Size = SIZE,
-    weights_dtype: Literal['', 'float32', 'bfloat16'] = '',
+    weights_dtype: Literal['', 'bfloat16'] = '',
   ):
     self.most_mismatch = 0.03 if weights_dtype == 'bfloat16' else 1e-3
     self.size, rows = size, size.prompts * size.samples

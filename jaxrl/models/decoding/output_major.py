@@ -1,24 +1,21 @@
-"""Output-major matrices `[outputs, inputs]` are what XLA multiplies fastest on a CPU.
+"""Output-major matrices `[outputs, inputs]` in bfloat16 decode fastest on a CPU.
 
 A decode step multiplies few rows by every matrix of the model, and so mostly waits for
-memory. The library behind XLA's products copies a matrix `[inputs, outputs]` into
-another order before it multiplies, at every token, and reads one `[outputs, inputs]` as
-it is. An engine on a CPU therefore lays its matrices out so, once per weights version.
-
-It does not convert them either: rows are rounded to the type of the matrix, not the
-matrix to that of the rows, and sums are in float32. Matrices in bfloat16 are half as
-many bytes to read.
+memory, which reads bfloat16 in half of float32's time. XLA's CPU backend multiplies it
+so only if rows are in bfloat16 too and sums in float32; otherwise it converts the
+matrix at every token. It copies a matrix `[inputs, outputs]` into another order before
+each product, too, and reads one `[outputs, inputs]` as it is.
 """
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxrl.models import layer_stack
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params
 
@@ -29,37 +26,36 @@ MATRICES = {
 }
 PLAIN = {'kernel', 'bias'}  # what a matrix without adapters has
 ROWS = 'rows'  # the name of an output-major kernel
-# Smaller float32 matrices stay in a core's cache, and are as fast or faster as they are.
-MIN_BYTES = 1 << 20
 MIN_ROWS = 2  # XLA multiplies a single row in another way, and bfloat16 slowly
 
 
-def arrange(config: ModelConfig, params: Params, dtype: str) -> Params:
-  """Unstacks layers, and makes the matrices of attention and MLPs output-major.
+def arrange(places: Sequence[tuple[str, int]], params: Params, dtype: str) -> Params:
+  """Unstacks layers, and makes matrices of attention and MLPs output-major in a type.
 
   Args:
-    config: The model's shape.
+    places: Each layer's stack and its index there, from `layer_stack.places`.
     params: The parameters, their layers stacked or not.
-    dtype: The type of the matrices, and of the embedding table and LM head.
+    dtype: The type of the matrices, and of the embedding table and LM head; ''
+      unstacks layers alone.
 
   Returns:
-    Parameters that `layer_stack.block` understands, with a tuple of layers. Small
-    float32 matrices, experts, adapters and norms are as before.
+    Parameters that `layer_stack.block` understands, with a tuple of layers. Experts,
+    adapters and norms are as before.
   """
   tables = {
     name: params[name] | {'table': params[name]['table'].astype(dtype)}
     for name in ('embedding', 'lm_head')
-    if name in params
+    if name in params and dtype
   }
-  # A program for each kind of layer, not for all: XLA takes minutes for 30 layers' worth
-  # of transposes.
+  # A program for each kind of layer, not for all: XLA takes long to compile
+  # hundreds of slices and transposes.
   stacked = params['layers']
   if isinstance(stacked, tuple):
     layers = tuple(_arrange_layer(layer, dtype) for layer in stacked)
   else:
     layers = tuple(
       _arrange_one_of(stacked[name] if name else stacked, np.int32(i), dtype)
-      for name, i in layer_stack.places(config)
+      for name, i in places
     )
   return params | tables | {'layers': layers}
 
@@ -70,7 +66,7 @@ def _arrange_one_of(stack: Params, i: jax.Array, dtype: str) -> Params:
 
 
 def _arrange_layer(weights: Params, dtype: str) -> Params:
-  for module, names in MATRICES.items():
+  for module, names in MATRICES.items() if dtype else ():
     parts = weights.get(module, {})
     changed = {}
     for name, inputs in names.items():
@@ -78,8 +74,6 @@ def _arrange_layer(weights: Params, dtype: str) -> Params:
       if not isinstance(one, dict) or 'kernel' not in one or not one.keys() <= PLAIN:
         continue
       kernel = one['kernel'].astype(dtype)
-      if kernel.dtype == jnp.float32 and kernel.nbytes < MIN_BYTES:
-        continue
       width = math.prod(kernel.shape[:inputs])
       rest = {kind: x for kind, x in one.items() if kind != 'kernel'}
       changed[name] = rest | {ROWS: kernel.reshape(width, -1).T}
@@ -88,7 +82,9 @@ def _arrange_layer(weights: Params, dtype: str) -> Params:
   return weights
 
 
-def part(config: ModelConfig, weights: Params) -> tuple[Params, dict[tuple[str, str], Any]]:
+def part(
+  config: ModelConfig, weights: Params
+) -> tuple[Params, dict[tuple[str, str], Any]]:
   """Undoes `arrange` for one layer.
 
   Args:
@@ -141,7 +137,7 @@ def product(rows: jax.Array, x: jax.Array) -> jax.Array:
   """
   flat = x.reshape(-1, x.shape[-1])
   count = len(flat)
-  if count < MIN_ROWS and rows.dtype != jnp.float32:
+  if count < MIN_ROWS:
     flat = jnp.concatenate([flat] * MIN_ROWS)
   sides = ((1,), (1,)), ((), ())
   flat = flat.astype(rows.dtype)

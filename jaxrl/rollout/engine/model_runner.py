@@ -20,6 +20,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models import kv_cache as caches
+from jaxrl.models import layer_stack
+from jaxrl.models.decoding import output_major
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.lora import is_transfer, merge_transfer
 from jaxrl.models.transformer_lm import TransformerLM
@@ -215,8 +217,13 @@ class ModelRunner:
     self._update = jax.jit(partial(_update_slots), donate_argnums=0)
     self._experts = jax.jit(partial(caches.experts_of))
     self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
-    arrange = partial(_arrange, model, self._is_static)
-    self._arrange = arrange if model.weights_dtype else jax.jit(arrange)
+    self._is_on_cpu = platform_of(model.platform) == 'cpu'
+    if self._is_on_cpu:
+      places = layer_stack.places(model.config)
+      dtype = model.weights_dtype
+      self._arrange = partial(output_major.arrange, places, dtype=dtype)
+    else:
+      self._arrange = jax.jit(partial(_arrange, model, self._is_static))
     self._num_warm_programs: int | None = None  # None before the warm-up
     self._image_features: Any = None
     if model.config.vision is not None:
@@ -361,7 +368,7 @@ class ModelRunner:
     table = np.zeros((self.num_slots, 3), np.int32)
     table[: len(copies)] = copies
     arguments = table, np.int32(len(copies))
-    if platform_of(self.model.platform) != 'cpu':
+    if not self._is_on_cpu:
       return self._copy(cache, *arguments)
     # A program for one layer, not for all, which XLA would take nearly as long to
     # compile as a decode step.
@@ -448,10 +455,6 @@ def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
 
 def _arrange(model: TransformerLM, joins: bool, params: Params) -> Params:
   """Lays parameters out as decode reads them fastest."""
-  if model.weights_dtype:
-    from jaxrl.models.decoding import output_major  # for CPUs alone
-
-    return output_major.arrange(model.config, params, model.weights_dtype)
   params = model.unstack(params)
   if not joins:
     return params

@@ -240,7 +240,9 @@ def table(results: dict[str, Any]) -> list[list[str]]:
 def judge(results: dict[str, Any]) -> list[str]:
   """A line an aim and way of decoding: reached or not."""
   peers, lines = results['peers'], []
-  others = {n: statistics.median(p['decode_s']) for n, p in peers.items() if n not in OWN}
+  others = {
+    n: statistics.median(p['decode_s']) for n, p in peers.items() if n not in OWN
+  }
   for own in (name for name in OWN if name in peers):
     ours, who = peers[own], LABELS[own]
     for name in ('trl', 'tunix'):
