@@ -39,7 +39,7 @@ def test_prefill_and_decode_are_the_same(changes, joined):
 
 
 def _arrange(model, params, dtype):
-  return output_major.arrange(layer_stack.places(model.config), params, dtype)
+  return output_major.arrange(model.unstack(params), dtype)
 
 
 def _prefill_and_decode(model, weights):
@@ -83,10 +83,10 @@ def test_output_major_matrices_compute_the_same(changes, dtype, error):
     np.testing.assert_allclose(a / scale, b / scale, atol=error)
 
 
-def test_layers_alone_are_unstacked_without_a_type():
+def test_layers_are_cut_by_a_program_each():
   model, params = small.model_and_params()
-  arranged = _arrange(model, params, '')
-  jax.tree.map(np.testing.assert_array_equal, arranged, model.unstack(params))
+  cut = layer_stack.unstack_by_layer(model.config, params)
+  jax.tree.map(np.testing.assert_array_equal, cut, model.unstack(params))
 
 
 def test_one_row_is_multiplied_as_several():
@@ -103,6 +103,7 @@ def test_decode_converts_no_bfloat16_matrix():
   ids = np.zeros(8, np.int32)
   inputs = model.init_cache(8, 32), ids, ids, np.int32(1)
   compiled = jax.jit(model.decode).lower(arranged, *inputs).compile().as_text()
+  assert compiled
   matrices = {
     x.shape for x in jax.tree.leaves(arranged['layers']) if x.dtype == jnp.bfloat16
   }

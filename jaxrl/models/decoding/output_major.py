@@ -9,12 +9,10 @@ each product, too, and reads one `[outputs, inputs]` as it is.
 
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params
@@ -29,44 +27,29 @@ ROWS = 'rows'  # the name of an output-major kernel
 MIN_ROWS = 2  # XLA multiplies a single row in another way, and bfloat16 slowly
 
 
-def arrange(places: Sequence[tuple[str, int]], params: Params, dtype: str) -> Params:
-  """Unstacks layers, and makes matrices of attention and MLPs output-major in a type.
+def arrange(params: Params, dtype: str) -> Params:
+  """Makes the matrices of attention and MLPs output-major in a type.
 
   Args:
-    places: Each layer's stack and its index there, from `layer_stack.places`.
-    params: The parameters, their layers stacked or not.
-    dtype: The type of the matrices, and of the embedding table and LM head; ''
-      unstacks layers alone.
+    params: Parameters whose 'layers' is a tuple of single layers.
+    dtype: The type of the matrices, and of the embedding table and LM head.
 
   Returns:
-    Parameters that `layer_stack.block` understands, with a tuple of layers. Experts,
-    adapters and norms are as before.
+    Parameters that `layer_stack.block` understands. Experts, adapters and norms are as
+    before.
   """
   tables = {
     name: params[name] | {'table': params[name]['table'].astype(dtype)}
     for name in ('embedding', 'lm_head')
-    if name in params and dtype
+    if name in params
   }
-  # A program for each kind of layer, not for all: XLA takes long to compile
-  # hundreds of slices and transposes.
-  stacked = params['layers']
-  if isinstance(stacked, tuple):
-    layers = tuple(_arrange_layer(layer, dtype) for layer in stacked)
-  else:
-    layers = tuple(
-      _arrange_one_of(stacked[name] if name else stacked, np.int32(i), dtype)
-      for name, i in places
-    )
+  layers = tuple(_arrange_layer(layer, dtype) for layer in params['layers'])
   return params | tables | {'layers': layers}
 
 
-@functools.partial(jax.jit, static_argnums=2)
-def _arrange_one_of(stack: Params, i: jax.Array, dtype: str) -> Params:
-  return _arrange_layer(jax.tree.map(lambda x: x[i], stack), dtype)
-
-
+@functools.partial(jax.jit, static_argnums=1)
 def _arrange_layer(weights: Params, dtype: str) -> Params:
-  for module, names in MATRICES.items() if dtype else ():
+  for module, names in MATRICES.items():
     parts = weights.get(module, {})
     changed = {}
     for name, inputs in names.items():

@@ -21,7 +21,6 @@ import numpy as np
 
 from jaxrl.models import kv_cache as caches
 from jaxrl.models import layer_stack
-from jaxrl.models.decoding import output_major
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.lora import is_transfer, merge_transfer
 from jaxrl.models.transformer_lm import TransformerLM
@@ -218,12 +217,8 @@ class ModelRunner:
     self._experts = jax.jit(partial(caches.experts_of))
     self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
     self._is_on_cpu = platform_of(model.platform) == 'cpu'
-    if self._is_on_cpu:
-      places = layer_stack.places(model.config)
-      dtype = model.weights_dtype
-      self._arrange = partial(output_major.arrange, places, dtype=dtype)
-    else:
-      self._arrange = jax.jit(partial(_arrange, model, self._is_static))
+    arrange = partial(_arrange, model, self._is_static)
+    self._arrange = arrange if self._is_on_cpu else jax.jit(arrange)
     self._num_warm_programs: int | None = None  # None before the warm-up
     self._image_features: Any = None
     if model.config.vision is not None:
@@ -455,7 +450,14 @@ def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
 
 def _arrange(model: TransformerLM, joins: bool, params: Params) -> Params:
   """Lays parameters out as decode reads them fastest."""
-  params = model.unstack(params)
+  if platform_of(model.platform) == 'cpu':
+    params = layer_stack.unstack_by_layer(model.config, params)
+  else:
+    params = model.unstack(params)
+  if model.weights_dtype:
+    from jaxrl.models.decoding import output_major  # most engines need it not
+
+    return output_major.arrange(params, model.weights_dtype)
   if not joins:
     return params
   from jaxrl.models.decoding import joined_products  # for GPUs alone
