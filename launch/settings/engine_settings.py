@@ -102,6 +102,10 @@ def _check_jax(
       'router_replay out: in exact mode, engine and learner choose the same '
       'experts anyway'
     )
+  if exact and (weights_dtype := options.get('weights_dtype')):
+    raise ConfigError(
+      f'{where}: exact keeps weights in float32, not weights_dtype={weights_dtype!r}'
+    )
   buckets = options.get('prompt_buckets') or (1,)
   if not isinstance(buckets, tuple | list) or min(buckets) < 1:
     raise ConfigError(

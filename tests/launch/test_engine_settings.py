@@ -146,6 +146,12 @@ def test_vllm_takes_its_options_by_name(installed):
       'max_num_seqs=16 is not divisible by decode_threads=3',
     ),
     ('jax(decode_threads=2, exact=True)', False, 'not with decode_threads=2'),
+    (
+      "jax(exact=True, weights_dtype='bfloat16')",
+      False,
+      'exact keeps weights in float32',
+    ),
+    ("jax(weights_dtype='int8')", False, 'weights_dtype'),
     ('jax(max_num_seqs=4)', False, 'rollout.max_num_seqs'),
     ('vllm', False, 'set --config.cluster.ray=true'),
     ('vllm(tensor_paralel_size=2)', True, "Did you mean 'tensor_parallel_size'"),
