@@ -468,7 +468,8 @@ class Algorithm:
     prepare: Computes batch fields once per optimizer batch.
     init_state: Makes the state that `prepare` carries.
     provenance: Whose values a builder's defaults are, for the catalogue: 'paper',
-      'trinity' (Trinity-RFT) or 'ours'; '' if it does not say.
+      'trinity' (Trinity-RFT), 'verl', 'trl', 'prime-rl' or 'ours'; '' if it does not
+      say.
   """
 
   policy_loss: Callable[..., Any]

@@ -14,6 +14,10 @@ EXPERT_MIXTURE = (
 )
 K3 = r'e^{q_t - p_t} - 1 - (q_t - p_t)'
 PHI = r'\operatorname{sg}\left(e^{p_t}(1 - e^{p_t})\right)'
+TRUST_REGION = (
+  r'L_t = -A_t\,\operatorname{sg}\left(\min(r_t, C)\,\text{keep}_t\right) p_t, \quad '
+  + RATIO
+)
 
 ADVANTAGES = {
   'asymre': r'A_t = R - (\mu + \text{shift})',
@@ -69,6 +73,36 @@ ADVANTAGES = {
 }
 
 POLICY_LOSSES = {
+  'clip_cov': (
+    r'L_t = L_t^{\text{PPO}}\,\mathbf{1}[\text{keep}_t], \quad '
+    r'\text{cov}_t = (A_t - \bar{A})(p_t - \bar{p})'
+  ),
+  'dppo_kl': TRUST_REGION,
+  'dppo_tv': TRUST_REGION,
+  'dro': r'L_t = -A_t p_t + \frac{\beta}{2}(p_t - o_t)^2',
+  'gmpo': (
+    r'L_t = -A_t\,e^{\frac{1}{T}\sum_u d_u}, \quad d_u = \begin{cases} '
+    r'\min(p_u - o_u, \varepsilon_{\text{high}}) & A_u > 0 \\ '
+    r'\max(p_u - o_u, -\varepsilon_{\text{low}}) & A_u < 0 \end{cases}'
+  ),
+  'kl_cov': (
+    r'L_t = -A_t r_t + c\,|p_t - o_t|\,\mathbf{1}[\text{penalised}_t], \quad '
+    r'\text{cov}_t = (A_t - \bar{A})(p_t - \bar{p})'
+  ),
+  'probability_band': (
+    r'L_t = -A_t r_t\,\mathbf{1}\left[\left|e^{p_t} - e^{o_t}\right| \leq '
+    r'\delta\right] + c\,(p_t - o_t)^2'
+  ),
+  'stable_reinforce': (
+    r'L_t = \max\left(-A_t r_t,\; -A_t\,\operatorname{clip}(r_t, '
+    r'1 - \varepsilon_{\text{low}}, 1 + \varepsilon_{\text{high}})\right), \quad '
+    r'r_t = e^{\operatorname{clip}(p_t - o_t, \log\rho_{\text{low}}, '
+    r'\log\rho_{\text{high}})}'
+  ),
+  'vespo': (
+    r'L_t = -A_t\,\operatorname{sg}\left(w^k e^{\lambda(1 - w)}\right) p_t, \quad '
+    r'w = e^{\sum_u (p_u - o_u)}'
+  ),
   'cispo': (
     r'L_t = -A_t\,\operatorname{sg}\left(\operatorname{clip}(r_t, '
     r'1 - \varepsilon_{\text{low}}, 1 + \varepsilon_{\text{high}})\,'

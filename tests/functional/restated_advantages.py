@@ -427,12 +427,18 @@ def _keep_clip_b(c, o):
 
 def _keep_clip_v(c, o):
   a, m, d = grpo(c, {}), c['mask'], c['nec'] - _indicator(c)
-  drop = m & (a < 0) & (d > o.get('mu', 8.5) * (d[m].std() if m.any() else 0))
+  far = m & (d > o.get('mu', 8.5) * d[m].std()) if m.any() else m
+  drop = far & (a < 0)
   most = max(int(o.get('max_frac', 1e-4) * m.sum()), 1)
   keep = np.ones(m.shape, bool)
   for at in sorted(zip(*np.nonzero(drop), strict=True), key=lambda at: -d[at])[:most]:
     keep[at] = False
-  return keep
+  return keep & ~(far & (a == 0)) if o.get('drop_zero') else keep
+
+
+def _keep_plus_plus(c, o):
+  most = o.get('max_sigma')
+  return None if most is None else np.abs(reinforce_plus_plus(c, o)) <= most
 
 
 def _keep_rec(c, o):
@@ -462,6 +468,7 @@ KEEPS = {
   'grpo': lambda c, o: _spread_groups(c, _penalised(c, o), o.get('std_threshold')),
   'step_wise_grpo': _keep_step_wise,
   'rec': _keep_rec,
+  'reinforce_plus_plus': _keep_plus_plus,
   'best_of_group': _keep_best,
   'remax': lambda c, o: (
     ~(c['greedy_mask'] & (c['group_ids'] >= 0))[:, None]
