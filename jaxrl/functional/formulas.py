@@ -35,6 +35,7 @@ ADVANTAGES = {
     r'A_t = R - b, \quad b = \frac{1}{n}\sum_i R_i \quad\text{or}\quad '
     r'b = \tau \log \frac{1}{n}\sum_i e^{R_i / \tau}'
   ),
+  'maxrl': r'A_t = \frac{R - \mu}{\mu}',
   'rec': r'A_t = R - \mu',
   'rloo': r'A_t = \frac{n}{n - 1}(R - \mu) = R - \frac{1}{n - 1}\sum_{j \neq i} R_j',
   'normalise': r'A_t = \frac{R - \text{mean}}{\text{std} + 10^{-6}}',
@@ -73,6 +74,12 @@ ADVANTAGES = {
 }
 
 POLICY_LOSSES = {
+  'a3po': (
+    r'L_t = \operatorname{sg}(w_t)\max\left(-A_t r_t,\; -A_t\,\operatorname{clip}(r_t, '
+    r'1 - \varepsilon_{\text{low}}, 1 + \varepsilon_{\text{high}})\right), \quad '
+    r'w_t = e^{x_t - o_t}, \; r_t = e^{p_t - \operatorname{sg}(x_t)}, \; '
+    r'x_t = p_t + \frac{o_t - p_t}{\max(d_t, 1)}'
+  ),
   'clip_cov': (
     r'L_t = L_t^{\text{PPO}}\,\mathbf{1}[\text{keep}_t], \quad '
     r'\text{cov}_t = (A_t - \bar{A})(p_t - \bar{p})'

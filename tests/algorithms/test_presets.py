@@ -65,6 +65,8 @@ PRESETS = {
   'on_policy_distill': ('on_policy_distill', 'ppo_clip', 'token_mean', 8, None),
   'jsd': ('jsd', 'ppo_clip', 'token_mean', 8, None),
   'distill': (None, 'distill', 'token_mean', 1, None),
+  'a3po': ('grpo', 'a3po', 'token_mean', 8, None),
+  'maxrl': ('maxrl', 'ppo_clip', 'token_mean', 8, None),
   'clip_v': ('clip_v', 'ppo_clip', 'token_mean', 8, K2),
   'dppo_tv': ('grpo', 'dppo_tv', 'token_mean', 8, None),
   'dppo_kl': ('grpo', 'dppo_kl', 'token_mean', 8, None),
@@ -271,6 +273,7 @@ def test_parts_fit_together_and_push_the_right_way(name):
     'entropy': jnp.full((4, 2), 1.0),
     'nec': jnp.zeros((4, 2)),
     'key': jax.random.key(0),
+    'weights_version': jnp.zeros((4, 2), jnp.int32),
   }
 
   @functools.partial(jax.jit, static_argnums=0)

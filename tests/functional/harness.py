@@ -192,7 +192,10 @@ def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   kind_tokens = np.where(expert, tokens[expert].sum(), tokens[~expert].sum())
   columns['term_scale'] = (tokens.sum() / np.maximum(kind_tokens, 1)).astype(np.float32)
   columns['step'] = np.full(ROWS, rng.integers(0, 300), np.int32)
-  return columns | _further(rng)
+  columns |= _further(rng)
+  version = np.maximum(columns['step'][:, None] - rng.integers(0, 6, (ROWS, TOKENS)), 0)
+  columns['weights_version'] = np.where(columns['mask'], version, -1).astype(np.int32)
+  return columns
 
 
 def _further(rng) -> dict[str, Any]:

@@ -334,6 +334,18 @@ def jsd(c, o):
   return np.where(c['mask'], o.get('coef', 1.0) * value, 0)
 
 
+def maxrl(c, o):
+  advantage = {}
+  for members in returns_by_task(c).values():
+    mean = np.mean(list(members.values()))
+    for run, value in members.items():
+      scaled = (value - mean) / mean if mean > 0 else 0.0
+      advantage[run] = value if len(members) == 1 else scaled
+      if len(members) > 1 and _equal(list(members.values())):
+        advantage[run] = 0.0
+  return by_run(c, advantage)
+
+
 def clip_b(c, o):
   return grpo(c, {})
 

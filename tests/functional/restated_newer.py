@@ -124,3 +124,19 @@ def kl_cov(c, o):
   return importance_sampling(c, o) + kl_cov_penalised(c, o) * _masked(
     o.get('coef', 1.0) * size, c
   )
+
+
+def proximal_logprobs(c, o=None):
+  """Of the sampler's share 1/d, for a token that is d steps old."""
+  version = c['weights_version']
+  age = np.where(version < 0, 1, c['step'][:, None] - version)
+  share = 1 / np.maximum(age, 1)
+  return (1 - share) * sg(c['logprobs']) + share * c['old_logprobs']
+
+
+def a3po(c, o):
+  prox = proximal_logprobs(c)
+  weight = cexp(prox - c['old_logprobs'])
+  bounds = {'clip_low': o.get('clip_low', 0.2), 'clip_high': o.get('clip_high', 0.2)}
+  loss = ppo_clip(c | {'old_logprobs': prox}, bounds | {'dual_clip': None})
+  return np.where(weight > o.get('cap', 5.0), 0, weight * loss)

@@ -233,6 +233,36 @@ def rloo(
 
 
 @component(group_relative=True)
+def maxrl(
+  rewards: Array, mask: Array, group_ids: Array, episode_ids: Array
+) -> Advantages:
+  """Computes A = (R − μ)/μ, maximum likelihood RL (arXiv 2602.02710).
+
+  Rare successes weigh as in the likelihood of success, about 1/μ, where GRPO's standard
+  deviation weighs them by about 1/√μ. Rewards must not be negative: a group with μ ≤ 0
+  has A = 0. A group of one has A = R.
+
+  Args:
+    rewards: `[B, T]` float, the reward at each token.
+    mask: `[B, T]` bool, True at action tokens.
+    group_ids: `[B]` int32, the group (task) of each row; −1 at padding rows.
+    episode_ids: `[B]` int32, the episode of each row; −1 at padding rows.
+
+  Returns:
+    Advantages `[B, T]`.
+  """
+  returns = reductions.episode_returns(rewards, episode_ids)
+  stats = reductions.group_stats(
+    returns, reductions.group_of_episode(group_ids, episode_ids)
+  )
+  is_positive = stats.mean > 0
+  scaled = (returns - stats.mean) / jnp.where(is_positive, stats.mean, 1)
+  advantage = jnp.where(is_positive, scaled, 0)
+  advantage = jnp.where(stats.count == 1, returns, advantage)
+  return Advantages(reductions.episode_to_tokens(advantage, episode_ids, mask))
+
+
+@component(group_relative=True)
 def rec(
   rewards: Array,
   mask: Array,

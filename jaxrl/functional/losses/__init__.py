@@ -28,6 +28,7 @@ if TYPE_CHECKING:
   )
   from jaxrl.functional.losses.likelihood import opmd, sft, sft_is, sft_phi, vanilla
   from jaxrl.functional.losses.preference import check_pairs, dpo, hinge, ipo
+  from jaxrl.functional.losses.proximal import a3po, proximal_logprobs
   from jaxrl.functional.losses.sequence_weighted import gmpo, vespo
   from jaxrl.functional.losses.trust_region import (
     dppo_kl,
@@ -67,6 +68,8 @@ __all__ = [
   'dpo',
   'hinge',
   'ipo',
+  'a3po',
+  'proximal_logprobs',
   'gmpo',
   'vespo',
   'dppo_kl',
@@ -93,6 +96,7 @@ _NAMES_OF_MODULE = {
   ),
   'likelihood': ('opmd', 'sft', 'sft_is', 'sft_phi', 'vanilla'),
   'preference': ('check_pairs', 'dpo', 'hinge', 'ipo'),
+  'proximal': ('a3po', 'proximal_logprobs'),
   'sequence_weighted': ('gmpo', 'vespo'),
   'trust_region': ('dppo_kl', 'dppo_tv', 'dro', 'probability_band', 'stable_reinforce'),
 }

@@ -1,10 +1,12 @@
 """Records what the code of other packages computes, for `test_recorded_values`.
 
 It runs in an environment with torch and the packages that `values.json` names:
-beartype and jaxtyping, `python record_values.py PRIME_RL_LOSS` where PRIME_RL_LOSS is the file
-src/prime_rl/trainer/rl/loss.py of prime-rl, which is no package of its own.
+beartype and jaxtyping, as `python record_values.py PRIME_RL_LOSS AREAL`. PRIME_RL_LOSS
+is the file src/prime_rl/trainer/rl/loss.py of prime-rl, which is no package of its own;
+AREAL is the unpacked wheel of areal 1.0.4, of which two functions are taken.
 """
 
+import ast
 import collections
 import importlib.metadata
 import importlib.util
@@ -18,6 +20,7 @@ import torch
 
 VALUES = pathlib.Path(__file__).parent / 'values.json'
 ROWS, TOKENS = 8, 6
+STEP, CAP = 10, 1.4  # of A-3PO
 PACKAGES = ('verl', 'trl', 'trinity-rft')
 
 
@@ -43,6 +46,7 @@ def inputs():
     * np.array([1, 0, 0, 0.5, 2, 1, 1, 0])[:, None],
     'second_rewards': np.array([0, 1, 1, 0, 0.25, 1, 3, 3]),
     'group': 1.0 * group,
+    'weights_version': STEP - rng.integers(0, 6, (ROWS, TOKENS)) * 1.0,
   }
 
 
@@ -275,6 +279,48 @@ def prime_rl_losses(path):
   return {'ipo': record(compute)}
 
 
+def function_in(path, name, **names):
+  """A function of a module that is not imported, with the names that it needs."""
+  tree = ast.parse(pathlib.Path(path).read_text())
+  (node,) = (x for x in tree.body if getattr(x, 'name', '') == name)
+  node.returns, node.decorator_list = None, []
+  for argument in node.args.args:
+    argument.annotation = None
+  module = ast.Module(body=[node], type_ignores=[])
+  scope = {'torch': torch, **names}
+  exec(compile(module, path, 'exec'), scope)  # noqa: S102
+  return scope[name]
+
+
+def areal_losses(root):
+  methods = ('LOGLINEAR', 'LINEAR', 'ROLLOUT')
+  constants = {f'PROX_APPROX_METHOD_{name}': name for name in methods}
+  approximate = function_in(
+    f'{root}/areal/trainer/ppo/actor.py',
+    'compute_prox_logp_approximations',
+    PROX_APPROX_METHODS_ALL=list(constants.values()),
+    **constants,
+  )
+  files = pathlib.Path(root).glob('areal/utils/functional/*.py')
+  (source,) = (f for f in files if 'def ppo_actor_loss_fn' in f.read_text())
+  loss_fn = function_in(str(source), 'ppo_actor_loss_fn')
+  proximal = []
+
+  def compute(c):
+    version = c['weights_version'].long()
+    prox = approximate(
+      c['old_logprobs'], c['logprobs'].detach(), version, STEP, 'LOGLINEAR'
+    )['LOGLINEAR']
+    proximal.append(prox.tolist())
+    weight = torch.exp(prox - c['old_logprobs'])
+    a = c['advantages'] * torch.where(weight > CAP, 0, weight)
+    return loss_fn(c['logprobs'], prox, c['old_logprobs'], a, 0.2, c['mask'] > 0, 0.28)[
+      0
+    ]
+
+  return record(compute) | {'proximal': proximal[0]}
+
+
 def main():
   values = {
     'versions': {name: importlib.metadata.version(name) for name in PACKAGES},
@@ -284,6 +330,7 @@ def main():
     'trl': trl_losses(),
     'trinity': trinity_keeps(),
     'prime-rl': prime_rl_losses(sys.argv[1]),
+    'areal': {'a3po': areal_losses(sys.argv[2])},
   }
   VALUES.write_text(json.dumps(values, indent=None) + '\n')
 

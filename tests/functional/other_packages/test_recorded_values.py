@@ -25,7 +25,8 @@ def columns(**changes):
   group = INPUTS['group'].astype(np.int32)
   ids = {'group_ids': group, 'episode_ids': np.arange(len(group), dtype=np.int32)}
   fields = INPUTS | ids | {'mask': INPUTS['mask'] > 0, 'key': jax.random.key(0)}
-  return fields | changes
+  versions = INPUTS['weights_version'].astype(np.int32)
+  return fields | {'weights_version': versions, 'step': np.int32(10)} | changes
 
 
 def by_row():
@@ -54,6 +55,7 @@ CASES = {
     losses.probability_band,
     {'threshold': 0.1, 'regulariser_coef': 0.25},
   ),
+  ('areal', 'a3po'): (losses.a3po, {'clip_high': 0.28, 'cap': 1.4}),
 }
 AGGREGATION = {'luspo': 'sequence_mean_token_sum', 'gmpo': 'sequence_mean_token_mean'}
 
@@ -88,6 +90,17 @@ def test_the_cases_reach_both_sides_of_every_bound():
     if cut is not None:
       share = np.asarray(cut)[fields['mask']].mean()
       assert 0.03 < share < 0.97, (package, name)
+
+
+def test_the_proximal_policy_is_that_of_areal():
+  """Tokens of 0 to 5 steps' age; those of one step at most are the sampler's own."""
+  fields = columns()
+  names = ('logprobs', 'old_logprobs', 'weights_version', 'step')
+  got = losses.proximal_logprobs(*(fields[name] for name in names))
+  np.testing.assert_allclose(got, VALUES['areal']['a3po']['proximal'], rtol=1e-6)
+  fresh = 10 - fields['weights_version'] <= 1
+  np.testing.assert_array_equal(got[fresh], fields['old_logprobs'][fresh])
+  assert 0.1 < fresh.mean() < 0.9
 
 
 def test_clip_v_with_trinitys_values_keeps_what_trinity_keeps():
