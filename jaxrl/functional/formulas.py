@@ -35,6 +35,16 @@ ADVANTAGES = {
     r'A_t = R - b, \quad b = \frac{1}{n}\sum_i R_i \quad\text{or}\quad '
     r'b = \tau \log \frac{1}{n}\sum_i e^{R_i / \tau}'
   ),
+  'gdpo': (
+    r'A_t = \operatorname{whiten}\left(\sum_k w_k\,'
+    r'\frac{R_k - \mu_k}{s_k + 10^{-6}}\right)'
+  ),
+  'hierarchical_grpo': r'A_t = R - \mu_{\text{peers}}',
+  'optimal_token_baseline': (
+    r'A_t = G_t - \frac{\sum_i G_t W_t}{\sum_i W_t}, \quad W_t = \sum_{j \leq t}'
+    r'\left(1 - 2\pi_j + \sum_v \pi(v)^2\right)'
+  ),
+  'rae': r'A_t = R - b_{\text{role}}, \quad b \leftarrow d\,b + (1 - d)\,R',
   'maxrl': r'A_t = \frac{R - \mu}{\mu}',
   'rec': r'A_t = R - \mu',
   'rloo': r'A_t = \frac{n}{n - 1}(R - \mu) = R - \frac{1}{n - 1}\sum_{j \neq i} R_j',

@@ -273,6 +273,7 @@ class TransformerLM:
     temperature: jax.Array | float = 1.0,
     entropy: bool = False,
     nec: bool = False,
+    sum_pi_squared: bool = False,
     topk_ids: jax.Array | None = None,
     top_k: int = 0,
     prefix_ids: jax.Array | None = None,
@@ -295,6 +296,7 @@ class TransformerLM:
       temperature: Divides the logits of log-probs; entropy, nec and values ignore it.
       entropy: Whether to compute the entropy.
       nec: Whether to compute nec; see `PolicyOutputs`.
+      sum_pi_squared: Whether to compute that; see `PolicyOutputs`.
       topk_ids: `[B, T, K]` int32, at t tokens that might stand in the place of token t,
         to be scored too.
       top_k: Find and score the K likeliest tokens instead, in falling order.
@@ -327,6 +329,7 @@ class TransformerLM:
       temperature=temperature,
       entropy=entropy,
       nec=nec,
+      sum_pi_squared=sum_pi_squared,
       topk_ids=chosen[1],
       top_k=top_k,
       softcap=self.config.logits_softcap,

@@ -49,6 +49,7 @@ NEEDS = {
   'values': 'a critic: a value head on the model',
   'entropy': "the policy's entropy",
   'nec': "the mean of the policy's entropy indicator",
+  'sum_pi_squared': "the sum of the policy's squared probabilities",
   'greedy_mask': 'one greedy attempt more per task, as a baseline',
 }
 FAMILIES = {

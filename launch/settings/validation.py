@@ -31,6 +31,8 @@ ROLLOUT_COLUMNS = {
   'weights_version': 'the weights version of each token',
   'greedy_mask': 'a greedy attempt at each task',
   'state_hash': 'what the environment showed at each turn',
+  'reward_terms': 'the scores of its rewards, one by one',
+  'role_ids': 'the role of its agent',
 }
 
 

@@ -65,6 +65,16 @@ PRESETS = {
   'on_policy_distill': ('on_policy_distill', 'ppo_clip', 'token_mean', 8, None),
   'jsd': ('jsd', 'ppo_clip', 'token_mean', 8, None),
   'distill': (None, 'distill', 'token_mean', 1, None),
+  'gdpo': ('gdpo', 'ppo_clip', 'token_mean', 8, None),
+  'hierarchical_grpo': ('hierarchical_grpo', 'ppo_clip', 'token_mean', 8, None),
+  'optimal_token_baseline': (
+    'optimal_token_baseline',
+    'ppo_clip',
+    'token_mean',
+    8,
+    None,
+  ),
+  'rae': ('rae', 'vanilla', 'token_mean', 8, None),
   'a3po': ('grpo', 'a3po', 'token_mean', 8, None),
   'maxrl': ('maxrl', 'ppo_clip', 'token_mean', 8, None),
   'clip_v': ('clip_v', 'ppo_clip', 'token_mean', 8, K2),
@@ -152,7 +162,7 @@ def test_defaults_are_another_packages_only_where_it_has_them():
 
 
 PACKAGES = {
-  'verl': {'dppo_tv', 'clip_cov', 'kl_cov'},
+  'verl': {'dppo_tv', 'clip_cov', 'kl_cov', 'optimal_token_baseline'},
   'trl': {'gmpo', 'vespo', 'luspo'},
   'prime-rl': {'probability_band'},
 }
@@ -161,6 +171,9 @@ PACKAGES = {
 @pytest.mark.parametrize(
   'name, slot, options',
   [
+    ('rae', 'advantage', {'decay': 0.95}),
+    ('gdpo', 'advantage', {'whiten': True}),
+    ('a3po', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2, 'cap': 5.0}),
     ('clip_v', 'advantage', {'mu': 8.5, 'max_frac': 1e-4, 'drop_zero': True}),
     ('dppo_tv', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2, 'cap': 20.0}),
     ('probability_band', 'policy_loss', {'threshold': 0.1, 'regulariser_coef': 1e-3}),
@@ -273,6 +286,11 @@ def test_parts_fit_together_and_push_the_right_way(name):
     'entropy': jnp.full((4, 2), 1.0),
     'nec': jnp.zeros((4, 2)),
     'key': jax.random.key(0),
+    'sum_pi_squared': jnp.full((4, 2), 0.4),
+    'role_ids': 0 * ids,
+    'reward_terms': jnp.array([[1.0, 0], [0, 0], [0, 1], [1, 1]]),
+    'reward_weights': jnp.ones((4, 2)),
+    'state': requirements.init_state(algorithm).get('advantage'),
     'weights_version': jnp.zeros((4, 2), jnp.int32),
   }
 

@@ -24,10 +24,17 @@ if TYPE_CHECKING:
     rec,
     rloo,
   )
+  from jaxrl.functional.advantages.optimal_baseline import optimal_token_baseline
   from jaxrl.functional.advantages.reward_normalisation import (
+    gdpo,
     init_moments,
     normalise,
     update_moments,
+  )
+  from jaxrl.functional.advantages.role_relative import (
+    hierarchical_grpo,
+    init_baselines,
+    rae,
   )
   from jaxrl.functional.advantages.token_level import (
     agentic_reinforce,
@@ -56,9 +63,14 @@ __all__ = [
   'opmd',
   'rec',
   'rloo',
+  'optimal_token_baseline',
+  'gdpo',
   'init_moments',
   'normalise',
   'update_moments',
+  'hierarchical_grpo',
+  'init_baselines',
+  'rae',
   'agentic_reinforce',
   'gae',
   'grpo_distill',
@@ -85,7 +97,9 @@ _NAMES_OF_MODULE = {
     'rec',
     'rloo',
   ),
-  'reward_normalisation': ('init_moments', 'normalise', 'update_moments'),
+  'optimal_baseline': ('optimal_token_baseline',),
+  'reward_normalisation': ('gdpo', 'init_moments', 'normalise', 'update_moments'),
+  'role_relative': ('hierarchical_grpo', 'init_baselines', 'rae'),
   'token_level': (
     'agentic_reinforce',
     'gae',

@@ -4,7 +4,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.functional import advantages as eager
 from jaxrl.functional import aggregation, losses
+from tests.functional import harness
+
+advantages = harness.Compiled(eager)
 
 
 def slopes(fn, ratios, advantages, old=0.25, mode='token_mean', mask=None, **options):
@@ -167,3 +171,88 @@ def test_micro_batches_know_what_the_whole_batch_decided():
     for s in (slice(0, 4), slice(4, 8))
   ]
   np.testing.assert_array_equal(np.concatenate(halves), whole)
+
+
+def one_token(rewards, groups, episodes=None, **more):
+  """Columns of one token a row."""
+  rewards = np.float32(rewards)[:, None]
+  count = len(rewards)
+  return {
+    'rewards': rewards,
+    'mask': np.ones((count, 1), bool),
+    'group_ids': np.int32(groups),
+    'episode_ids': np.arange(count, dtype=np.int32)
+    if episodes is None
+    else np.int32(episodes),
+    **more,
+  }
+
+
+def test_maxrl_weighs_rare_successes_by_one_over_the_pass_rate():
+  """One success of four, and of eight: A is 3 and 7, with GRPO's std √3 and √7."""
+  columns = one_token([1, 0, 0, 0] + [1] + [0] * 7, [0] * 4 + [1] * 8)
+  out = advantages.maxrl(**columns).advantages[:, 0]
+  np.testing.assert_allclose(out[[0, 1, 4, 5]], [3, -1, 7, -1], rtol=1e-6)
+  grpo = advantages.grpo(**columns).advantages[:, 0]
+  np.testing.assert_allclose(grpo[[0, 4]], [1.5, 2.475], rtol=1e-3)
+  # Nothing was achieved: no gradient, though rewards differ.
+  nothing = advantages.maxrl(**one_token([-1, 0, 1, 0], [0] * 4))
+  np.testing.assert_array_equal(nothing.advantages, 0)
+
+
+def test_gdpo_tells_apart_what_is_equal_in_sum():
+  """Rewards (0, 2), (1, 1), (0, 0): to GRPO the first two are the same."""
+  columns = one_token([2, 2, 0], [0, 0, 0])
+  terms = np.float32([[0, 2], [1, 1], [0, 0]])
+  fields = columns | {'reward_terms': terms, 'reward_weights': np.ones_like(terms)}
+  fields.pop('rewards')
+  got = advantages.gdpo(**fields, whiten=False).advantages[:, 0]
+  std = terms.std(axis=0, ddof=1)
+  wanted = ((terms - terms.mean(axis=0)) / std).sum(axis=1)
+  np.testing.assert_allclose(got, wanted, rtol=1e-4)
+  grpo = advantages.grpo(**columns).advantages[:, 0]
+  assert grpo[0] == grpo[1] and abs(got[0] - got[1]) > 0.1
+
+
+def test_the_optimal_token_baseline_leans_to_rows_of_more_variance():
+  """Row 0 chose what was nearly sure, row 1 between two: the baseline is near R_1."""
+  columns = one_token([1, 0], [0, 0])
+  columns.pop('episode_ids')
+  logp = np.log(np.float32([[0.99], [0.5]]))
+  square = np.float32([[0.99**2 + 0.01**2], [0.5]])
+  out = advantages.optimal_token_baseline(
+    **columns, old_logprobs=logp, sum_pi_squared=square
+  )
+  weights = np.array([2 * 0.01**2, 0.5])
+  baseline = weights[0] / weights.sum()
+  np.testing.assert_allclose(out.advantages[:, 0], [1 - baseline, -baseline], rtol=1e-3)
+  assert baseline < 0.001  # a group's mean is ½
+
+
+def test_rae_judges_each_side_by_its_own_past():
+  """A game that the first side wins: a group's mean credits it with that for ever."""
+  columns = one_token([1, -1, 1, -1], [0] * 4, role_ids=np.int32([0, 1, 0, 1]))
+  state = advantages.init_baselines()
+  for _ in range(200):
+    out = advantages.rae(**columns, state=state, decay=0.95)
+    state = out.state
+  np.testing.assert_allclose(out.advantages, 0, atol=1e-3)
+  np.testing.assert_allclose(state['baseline'][:2], [1, -1], atol=1e-3)
+  rloo = advantages.rloo(**{k: v for k, v in columns.items() if k != 'role_ids'})
+  assert np.abs(rloo.advantages).min() > 1
+  # The first batch of two episodes each: as two moves of an exponential mean.
+  first = advantages.rae(**columns, state=advantages.init_baselines(), decay=0.95)
+  np.testing.assert_allclose(first.state['baseline'][0], 1 - 0.95**2, rtol=1e-5)
+  np.testing.assert_array_equal(first.advantages, columns['rewards'])
+
+
+def test_hierarchical_grpo_does_not_compare_solvers_of_other_problems():
+  """Two proposals of a task: two solvers of an easy one, two of a hard one."""
+  columns = one_token(
+    [0.5, 1, 1, 0.1, 0.4, 0],
+    [0] * 6,
+    episodes=[0, 0, 0, 1, 1, 1],
+    role_ids=np.int32([0, 1, 1, 0, 1, 1]),
+  )
+  got = advantages.hierarchical_grpo(**columns, episode_role=1).advantages[:, 0]
+  np.testing.assert_allclose(got, [0.2, 0, 0, -0.2, 0.2, -0.2], atol=1e-6)

@@ -103,6 +103,31 @@ def test_the_proximal_policy_is_that_of_areal():
   assert 0.1 < fresh.mean() < 0.9
 
 
+@pytest.mark.parametrize(
+  'name', ['optimal_token_baseline', 'turns_optimal_token_baseline']
+)
+def test_the_optimal_token_baseline_is_verls(name):
+  """Also of rows with an observation in their midst, as verl's second function."""
+  mask = INPUTS['mask'] > 0
+  if name.startswith('turns'):
+    mask[:, 2] = False
+  fields = columns(mask=mask, sum_pi_squared=INPUTS['pi_squared'])
+  out = call_component(advantages.optimal_token_baseline, fields)
+  wanted = VALUES['verl_advantages'][name]
+  np.testing.assert_allclose(out.advantages, wanted, rtol=1e-5, atol=1e-6)
+  assert len(np.unique(np.round(out.advantages, 4))) > 15
+
+
+def test_gdpo_is_verls():
+  """Two rewards with weights 1 and ½, and one group of two."""
+  scores = np.stack([INPUTS['rewards'].sum(axis=1), INPUTS['second_rewards']], axis=1)
+  weights = np.tile(np.float32([1, 0.5]), (len(scores), 1))
+  fields = columns(reward_terms=scores, reward_weights=weights)
+  out = call_component(advantages.gdpo, fields)
+  wanted = VALUES['verl_advantages']['gdpo']
+  np.testing.assert_allclose(out.advantages, wanted, rtol=1e-4, atol=1e-5)
+
+
 def test_clip_v_with_trinitys_values_keeps_what_trinity_keeps():
   """The two batches hold tokens with A = 0 and D > μσ: Trinity 0.6.0 drops them."""
   options = {'mu': 0.5, 'max_frac': 0.05}
