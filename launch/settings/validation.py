@@ -63,6 +63,12 @@ def validate_training(settings: RunSettings) -> None:
       f'--config.rollout.temperature={settings.rollout.temperature}: must be above 0, '
       'as the policy is trained on what it samples'
     )
+  read = requirements.fields_read(settings.algorithm)
+  if 'sum_pi_squared' in read and settings.rollout.temperature != 1:
+    raise ConfigError(
+      f'--config.rollout.temperature={settings.rollout.temperature}: the algorithm '
+      'reads sum_pi_squared, which is that of temperature 1'
+    )
   if settings.plays:
     validate_sampling(settings)
   _validate_sampler(settings)

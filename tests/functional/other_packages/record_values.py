@@ -41,7 +41,10 @@ def inputs():
     'by_row': by_row,
     'entropy': np.round(rng.exponential(size=(ROWS, TOKENS)) * 64) / 64,
     'nec': np.round(rng.normal(size=(ROWS, TOKENS)) * 64) / 64,
-    'pi_squared': np.round(rng.random((ROWS, TOKENS)) * 64) / 64,
+    # What π² leaves, less than all of it on one other token.
+    'pi_squared': np.float32(
+      np.exp(2 * old) + rng.random((ROWS, TOKENS)) * (1 - np.exp(old)) ** 2
+    ),
     'rewards': np.eye(TOKENS)[lengths - 1]
     * np.array([1, 0, 0, 0.5, 2, 1, 1, 0])[:, None],
     'second_rewards': np.array([0, 1, 1, 0, 0.25, 1, 3, 3]),

@@ -191,9 +191,9 @@ def one_token(rewards, groups, episodes=None, **more):
 def test_maxrl_weighs_rare_successes_by_one_over_the_pass_rate():
   """One success of four, and of eight: A is 3 and 7, with GRPO's std √3 and √7."""
   columns = one_token([1, 0, 0, 0] + [1] + [0] * 7, [0] * 4 + [1] * 8)
-  out = advantages.maxrl(**columns).advantages[:, 0]
+  out = np.asarray(advantages.maxrl(**columns).advantages)[:, 0]
   np.testing.assert_allclose(out[[0, 1, 4, 5]], [3, -1, 7, -1], rtol=1e-6)
-  grpo = advantages.grpo(**columns).advantages[:, 0]
+  grpo = np.asarray(advantages.grpo(**columns).advantages)[:, 0]
   np.testing.assert_allclose(grpo[[0, 4]], [1.5, 2.475], rtol=1e-3)
   # Nothing was achieved: no gradient, though rewards differ.
   nothing = advantages.maxrl(**one_token([-1, 0, 1, 0], [0] * 4))
