@@ -79,8 +79,8 @@ def scale_by_muon_and_adam(
     return MuonAndAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
   def update(
-    updates: Params, state: MuonAndAdamState, params: Params | None = None
-  ) -> tuple[Params, MuonAndAdamState]:
+    updates: Params, state: Any, params: Params | None = None
+  ) -> tuple[Params, Any]:
     del params
     flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
     axes = [matrix_axes(path, x.shape) for path, x in flat]
@@ -91,20 +91,23 @@ def scale_by_muon_and_adam(
 
     muon = _muon(hparams, ns_steps, [axes[i] for i in of_muon])
     matrices = [grads[i] for i in of_muon]
-    start = muon.init(matrices)._replace(count=state.count, mu=[mu[i] for i in of_muon])
+    start: Any = muon.init(matrices)
+    start = start._replace(count=state.count, mu=[mu[i] for i in of_muon])
+    after: Any
+    new: Any
     new, after = muon.update(matrices, start)
     for i, x, moment in zip(of_muon, new, after.mu, strict=True):
       grads[i] = hparams['rms'] * math.sqrt(_longer_side(x.shape, axes[i])) * x
       mu[i] = moment
 
-    rest = optax.ScaleByAdamState(
+    rest: Any = optax.ScaleByAdamState(
       state.count, [mu[i] for i in of_adam], [nu[i] for i in of_adam]
     )
     new, rest = adam.update([grads[i] for i in of_adam], rest)
     for i, x, first, second in zip(of_adam, new, rest.mu, rest.nu, strict=True):
       grads[i], mu[i], nu[i] = x, first, second
     unflatten: Callable[[list], Params] = functools.partial(jax.tree.unflatten, treedef)
-    count = optax.safe_increment(state.count)
+    count: Any = optax.safe_increment(state.count)
     return unflatten(grads), MuonAndAdamState(count, unflatten(mu), unflatten(nu))
 
   return optax.GradientTransformation(init, update)
@@ -113,11 +116,11 @@ def scale_by_muon_and_adam(
 def _muon(
   hparams: dict[str, Any], ns_steps: int, axes: list[Any]
 ) -> optax.GradientTransformation:
-  numbers = [MuonDimensionNumbers(inputs, outputs) for inputs, outputs in axes]
+  numbers: Any = [MuonDimensionNumbers(inputs, outputs) for inputs, outputs in axes]
   return optax.contrib.scale_by_muon(
     ns_steps=ns_steps,
     beta=hparams['momentum'],
-    weight_dimension_numbers=numbers,  # pyright: ignore
+    weight_dimension_numbers=numbers,
   )
 
 

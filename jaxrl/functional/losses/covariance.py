@@ -125,12 +125,12 @@ def clip_cov(
   """
   columns = logprobs, old_logprobs, advantages, mask
   bounds = {'clip_low': clip_low, 'clip_high': clip_high}
-  if clip_cov_keep is None:
+  keep: Any = clip_cov_keep
+  if keep is None:
     limits = {'ratio': ratio, 'cov_low': cov_low, 'cov_high': cov_high}
-    clip_cov_keep = clip_cov_fields(*columns, key, **bounds, **limits)['clip_cov_keep']
+    keep = clip_cov_fields(*columns, key, **bounds, **limits)['clip_cov_keep']
   loss, metrics = ppo_clip(*columns, **bounds, dual_clip=None)
-  metrics = metrics | {'clip_fraction': 1.0 - clip_cov_keep}
-  return jnp.where(clip_cov_keep, loss, 0), metrics
+  return jnp.where(keep, loss, 0), metrics | {'clip_fraction': 1.0 - keep}
 
 
 def kl_cov_fields(
@@ -181,10 +181,11 @@ def kl_cov(
   Returns:
     Loss `[B, T]` and the metrics 'ratio' and 'penalised'.
   """
-  if kl_cov_penalised is None:
+  penalised: Any = kl_cov_penalised
+  if penalised is None:
     fields = kl_cov_fields(logprobs, advantages, mask, ratio=ratio)
-    kl_cov_penalised = fields['kl_cov_penalised']
+    penalised = fields['kl_cov_penalised']
   loss, metrics = importance_sampling(logprobs, old_logprobs, advantages, mask)
   (d,) = zero_outside(mask, logprobs - old_logprobs)
-  loss = loss + jnp.where(kl_cov_penalised, coef * jnp.abs(d), 0)
-  return loss, metrics | {'penalised': 1.0 * kl_cov_penalised}
+  loss = loss + jnp.where(penalised, coef * jnp.abs(d), 0)
+  return loss, metrics | {'penalised': 1.0 * penalised}
