@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, losses
 from jaxrl.types import Algorithm
 
@@ -28,7 +27,7 @@ def gmpo(
   return Algorithm(
     advantage=advantages.grpo,
     policy_loss=partial(losses.gmpo, clip_low=clip_low, clip_high=clip_high),
-    aggregation=ComponentCall('sequence_mean_token_mean'),
+    aggregation='sequence_mean_token_mean',
     group_size=group_size,
     provenance='trl',
   )

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, losses
 from jaxrl.types import Algorithm
 
@@ -31,7 +30,7 @@ def luspo(
     policy_loss=partial(
       losses.gspo, clip_low=clip_low, clip_high=clip_high, gradient='mean'
     ),
-    aggregation=ComponentCall('sequence_mean_token_sum'),
+    aggregation='sequence_mean_token_sum',
     group_size=group_size,
     provenance='trl',
   )

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, losses
 from jaxrl.types import Algorithm
 
@@ -41,7 +40,7 @@ def stable_reinforce(
       ratio_low=ratio_low,
       ratio_high=ratio_high,
     ),
-    aggregation=ComponentCall('sequence_mean_token_mean'),
+    aggregation='sequence_mean_token_mean',
     group_size=group_size,
     provenance='ours',
   )
