@@ -348,9 +348,8 @@ class TransformerLM:
       forward = lambda *rows: self._exact_rows()(*rows)[0]  # noqa: E731
       rows = params, tokens, temperature
       exact = self.exact.row_logprobs(forward, self.last_logits, *rows)
-      scores = scores._replace(
-        logprobs=exact_mode.with_gradient_of(exact, scores.logprobs)
-      )
+      logprobs = exact_mode.with_gradient_of(exact, scores.logprobs)
+      scores = scores._replace(logprobs=logprobs)
     shift = functools.partial(layer_stack.shift_right, segment_ids=segment_ids)
     scores, values = jax.tree.map(shift, (scores._asdict(), values))
     return PolicyOutputs(**scores, values=values)
