@@ -200,7 +200,7 @@ def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   columns['role_ids'] = columns['role_ids'].astype(np.int32)
   columns['sum_pi_squared'] = rng.random((ROWS, TOKENS)).astype(np.float32)
   episodes = np.maximum(columns['episode_ids'], 0)
-  scores = rng.choice([0.0, 1.0, 0.7, rng.normal()], size=(ROWS, 3))
+  scores = rng.choice([0.0, 1.0, 0.7, -2.4], size=(ROWS, 3))
   columns['reward_terms'] = scores[episodes].astype(np.float32)
   weights = np.array([1.0, 0.5, -0.25], np.float32)
   columns['reward_weights'] = np.tile(weights, (ROWS, 1))

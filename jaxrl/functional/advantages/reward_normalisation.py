@@ -170,10 +170,10 @@ def gdpo(
     Advantages `[B, T]`.
   """
   tasks = reductions.group_of_episode(group_ids, episode_ids)
-  rows = reductions.segment_sum(jnp.ones_like(reward_terms[:, 0]), episode_ids)
 
-  def of_episode(column: Array) -> Array:  # all its rows say the same
-    return reductions.segment_sum(column, episode_ids) / jnp.maximum(rows, 1)
+  def of_episode(column: Array) -> Array:
+    # All its rows say the same, to the bit: a mean would make equal rewards unequal.
+    return jnp.where(tasks < 0, 0, reductions.segment_max(column, episode_ids))
 
   def normalised(score: Array, weight: Array) -> Array:
     return of_episode(weight) * normalise_in_group(of_episode(score), tasks)[0]
