@@ -11,11 +11,11 @@ from jaxrl.envs.terminal import harbor_tasks, terminal_bench_tasks
 from jaxrl.options import ConfigError
 from jaxrl.types import Task
 from tests.calls import env_factory
-from tests.envs.harbor_package import FOLDER, harbor
+from tests.envs.harbor_package import harbor
 from tests.envs.swe_repos import write
-from tests.marks import SANDBOXED
+from tests.marks import SANDBOXED, adapter
 
-HARBOR = pytest.mark.skipif(not FOLDER.exists(), reason='make env-adapters')
+HARBOR = adapter('.venv-harbor')
 SMALL = 'local(memory_mb=512, processes=24)'
 
 
@@ -108,7 +108,7 @@ SCRIPTS = {
   'share': 'echo 0.25 > /logs/verifier/reward.txt',
   'beyond one': 'echo 1.5 > /logs/verifier/reward.txt; exit 3',
   'object': 'echo \'{"reward": 0.5, "style": -1}\' > /logs/verifier/reward.json',
-  'both': 'cd /logs/verifier; echo 1 > reward.txt; echo \'{"tests": true}\' >reward.json',
+  'both': 'cd /logs/verifier; echo 1 >reward.txt; echo \'{"tests": true}\' >reward.json',
   'the agent': 'test "$(cat count.txt)" = 2 && echo 1 >/logs/verifier/reward.txt',
   'nothing': 'echo hello',
   'empty': ': > /logs/verifier/reward.txt',
@@ -178,7 +178,9 @@ def test_what_an_author_asks_for_is_read_as_harbor_reads_it(make_task, monkeypat
   assert task.test_seconds == own.config.verifier.timeout_sec
   assert task.agent_seconds == own.config.agent.timeout_sec
   resolve = harbor('utils.env').resolve_env_vars
-  assert task.variables == resolve(own.config.environment.env) == {'A': 'me', 'B': 'you'}
+  assert (
+    task.variables == resolve(own.config.environment.env) == {'A': 'me', 'B': 'you'}
+  )
   assert task.solution_variables == own.config.solution.env == {'C': 'c'}
 
 

@@ -21,6 +21,7 @@ from jaxrl.options import ConfigError, require_package
 
 MAX_MESSAGE_BYTES = 16 << 20  # of what a server sends
 _SCALARS = ('string', 'integer', 'number', 'boolean')
+_END_TIMEOUT_S = 2.0  # within which a server ends that refuses connections
 _servers: dict[str, OpenEnvServer] = {}  # those that a process shares
 _servers_lock = threading.Lock()
 T = TypeVar('T')
@@ -110,9 +111,7 @@ class OpenEnvEnv:
     self._end_session()
     self._num_invalid, self._score = 0, 0.0
     key = os.environ.get(self._key_variable, '') if self._key_variable else ''
-    session = _Session(self._find_server(), key, self._timeout)
-    self._session = session
-    session.open()
+    session = self._session = self._open_session(key)
     if not self._action_type:
       self._read_schema(session.schema())
     result = session.call('reset', {**self._arguments, 'seed': seed})
@@ -151,6 +150,19 @@ class OpenEnvEnv:
     session, self._session = self._session, None
     if session is not None:
       session.close()
+
+  def _open_session(self, key: str) -> '_Session':
+    """Opens a session; a server of our own that has just crashed is started again."""
+    session = _Session(self._find_server(), key, self._timeout)
+    try:
+      session.open()
+    except OpenEnvError:
+      session.close()
+      if self._server is None or not self._server.has_ended(_END_TIMEOUT_S):
+        raise
+      session = _Session(self._find_server(), key, self._timeout)
+      session.open()
+    return session
 
   def _find_server(self) -> str:
     """Returns the URL of the server, which is started if it does not run."""
@@ -205,7 +217,9 @@ class OpenEnvEnv:
     if kind != self._action_type:
       what = 'a JSON object' if self._action_type == 'object' else self._action_type
       return {}, f'The answer must be {what}.'
-    return (value if self._action_type == 'object' else {self._action_field: value}), ''
+    if isinstance(value, dict):
+      return value, ''
+    return {self._action_field: value}, ''
 
   def _observe(self, result: Mapping[str, Any]) -> str:
     """Returns the text of an observation. Raises OpenEnvError if it has none."""

@@ -90,6 +90,19 @@ class OpenEnvServer:
     """Returns whether the server runs."""
     return self._process.poll() is None
 
+  def has_ended(self, timeout: float) -> bool:
+    """Waits for the end of the server.
+
+    Args:
+      timeout: Seconds to wait.
+
+    Returns:
+      Whether it has ended.
+    """
+    with contextlib.suppress(subprocess.TimeoutExpired):
+      self._process.wait(timeout=timeout)
+    return not self.alive
+
   def kill(self) -> None:
     """Kills the server and its process group."""
     with contextlib.suppress(ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""The worker process of `verifiers_env` plays the episodes of a taskset, each in a fork.
+"""The worker process of `verifiers_env` plays a taskset's episodes, each in a fork.
 
 It is started by path, with a Python that has verifiers, and imports nothing else but
 the standard library. A socket passes it one JSON object, which says what to load, and
@@ -107,7 +107,8 @@ def _check_origin(spec: dict[str, Any], option: str, cls: type) -> None:
   if name.endswith('.py') or pathlib.Path(name).is_dir():
     file = getattr(sys.modules[cls.__module__], '__file__', '') or ''
     place = pathlib.Path(name).resolve()
-    if place not in (pathlib.Path(file).resolve(), *pathlib.Path(file).resolve().parents):
+    found = pathlib.Path(file).resolve()
+    if place not in (found, *found.parents):
       raise TasksetError(
         f'{option}={name!r}: a module of the same name was found first, {file}'
       )
@@ -161,8 +162,7 @@ async def play(env: Any, task: Any, base_url: str, api_key: str) -> dict[str, An
   for trace in episode.traces:
     error = error or (None if trace.ok else trace.last_error)
   if error is not None or not episode.ok:
-    text = f'{error.type}: {error.message}' if error else 'the episode failed'
-    raise RuntimeError(text)
+    raise RuntimeError(_describe(error) if error else 'the episode failed')
   own = [t for t in episode.traces if t.agent.config.client.base_url == base_url]
   if len(own) != 1 or not own[0].agent.trainable:
     roles = ', '.join(t.agent.name for t in own) or 'none'
@@ -171,6 +171,12 @@ async def play(env: Any, task: Any, base_url: str, api_key: str) -> dict[str, An
       'others a model and client of their own in arguments'
     )
   return summarize(own[0])
+
+
+def _describe(error: Any) -> str:
+  """Returns an error in one line; of a long one, which may be a traceback, both ends."""
+  text = f'{error.type}: {" ".join(error.message.split())}'
+  return text if len(text) < 500 else f'{text[:100]} … {text[-400:]}'
 
 
 def summarize(trace: Any) -> dict[str, Any]:
@@ -268,7 +274,8 @@ def _answer(
     if len(json.dumps(answer)) > MAX_ANSWER_BYTES:
       raise RuntimeError(f'the result has more than {MAX_ANSWER_BYTES} bytes')
   except BaseException as error:  # SystemExit in a reward, too: it is one episode's
-    answer = {'error': f'{type(error).__name__}: {error}'[:2000]}
+    name = '' if type(error) is RuntimeError else f'{type(error).__name__}: '
+    answer = {'error': f'{name}{error}'[:2000]}
   with contextlib.suppress(OSError):
     write_line(connection, answer)
   return 0

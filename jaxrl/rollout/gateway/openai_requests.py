@@ -357,7 +357,9 @@ def _normalize(message: Message) -> Message:
   fields = {k: v for k, v in message.items() if v or k == 'content'}
   if 'tool_calls' in fields:
     fields['tool_calls'] = [
-      {k: v for k, v in call.items() if k != 'index'} if isinstance(call, dict) else call
+      {k: v for k, v in call.items() if k != 'index'}
+      if isinstance(call, dict)
+      else call
       for call in fields['tool_calls']
     ]
   return {**fields, 'role': 'system'} if fields['role'] == 'developer' else fields

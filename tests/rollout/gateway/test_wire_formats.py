@@ -99,6 +99,7 @@ CASES = {
       'tool_choice': {'type': 'auto', 'disable_parallel_tool_use': True}},
      'tool_choice.disable_parallel_tool_use'),
     ({'thinking': {'type': 'enabled', 'budget_tokens': 1024}}, 'thinking'),
+    ({'thinking': {'type': 'enabled', 'budget_tokens': 9}}, 'thinking.budget_tokens'),
     ({'output_config': {'format': {'type': 'json_schema', 'schema': {}}}},
      'output_config.format'),
     ({'mcp_servers': [{'url': 'x'}]}, 'mcp_servers'),
