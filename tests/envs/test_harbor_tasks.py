@@ -108,7 +108,7 @@ SCRIPTS = {
   'share': 'echo 0.25 > /logs/verifier/reward.txt',
   'beyond one': 'echo 1.5 > /logs/verifier/reward.txt; exit 3',
   'object': 'echo \'{"reward": 0.5, "style": -1}\' > /logs/verifier/reward.json',
-  'both': 'cd /logs/verifier; echo 1 >reward.txt; echo \'{"tests": true}\' >reward.json',
+  'both': 'cd /logs/verifier; echo 1 >reward.txt; echo \'{"tests":true}\' >reward.json',
   'the agent': 'test "$(cat count.txt)" = 2 && echo 1 >/logs/verifier/reward.txt',
   'nothing': 'echo hello',
   'empty': ': > /logs/verifier/reward.txt',

@@ -348,7 +348,8 @@ class _Session:
   async def _close(self) -> None:
     with contextlib.suppress(Exception):
       if self._socket is not None:
-        await asyncio.wait_for(self._socket.close(), self._timeout)
+        async with asyncio.timeout(self._timeout):
+          await self._socket.close()
     if self._client is not None:
       await self._client.close()
 

@@ -124,8 +124,8 @@ def _check_roles(env: Any, spec: dict[str, Any], config: Any, loaders: Any) -> N
     if runs_code and agent.runtime.type == 'subprocess' and not spec['unsafe']:
       raise TasksetError(
         f'the harness {harness.id!r} of {role!r} runs what the model writes on this '
-        f"machine: set arguments={{'{role}': {{'harness': {{'id': 'null'}}}}}}, another "
-        'runtime, or unsafe=True'
+        f"machine: set arguments={{'{role}': {{'harness': {{'id': 'null'}}}}}}, "
+        'another runtime, or unsafe=True'
       )
   for name, rule in retries:
     if rule.max_retries or rule.rules:
@@ -174,7 +174,7 @@ async def play(env: Any, task: Any, base_url: str, api_key: str) -> dict[str, An
 
 
 def _describe(error: Any) -> str:
-  """Returns an error in one line; of a long one, which may be a traceback, both ends."""
+  """Returns an error in one line; of a long one, such as a traceback, both ends."""
   text = f'{error.type}: {" ".join(error.message.split())}'
   return text if len(text) < 500 else f'{text[:100]} … {text[-400:]}'
 
