@@ -119,12 +119,15 @@ class BadServer:
   async def _start(self):
     app = web.Application()
     app.router.add_get('/ws', self._serve)
-    app.router.add_get('/schema', lambda request: web.Response(text=self.schema))
+    app.router.add_get('/schema', self._tell_schema)
     runner = web.AppRunner(app, shutdown_timeout=0.1)
     await runner.setup()
     site = web.TCPSite(runner, '127.0.0.1', 0)
     await site.start()
     self.port = site._server.sockets[0].getsockname()[1]
+
+  async def _tell_schema(self, request):
+    return web.Response(text=self.schema)
 
   async def _serve(self, request):
     socket = web.WebSocketResponse()
