@@ -7,6 +7,7 @@
 # make bench-gpu   one GPU (PYTHON has jax[cuda13]), all parts or PART=train, decode, …
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
+# make test-adapters  verifiers, OpenEnv and Harbor, each in an environment of its own
 # make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
 # make env-real    real tokenizers, templates and weights in .real/, for tests marked real
 # make docs        the documentation site in site/, in .venv-docs; make test-docs tests it
@@ -24,9 +25,9 @@ SIZE ?= toy
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env env-vllm env-envs env-targets env-docs env-real quickstart test test-ray \
+.PHONY: env env-vllm env-envs env-adapters env-targets env-docs env-real quickstart test test-ray \
   test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized coverage test-core \
-  test-vllm test-wheel test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
+  test-vllm test-wheel test-envs test-adapters test-targets docs test-docs bench bench-peers bench-gpu lint \
   format bazel clean recipes chaos
 
 env: $(VENV)/.ready
@@ -52,6 +53,23 @@ env-vllm:
 
 env-envs:
 	$(MAKE) env VENV=.venv-envs EXTRAS=dev,envs
+
+# Packages whose pins are others than ours. Harbor asks for Python 3.12 and much else, of
+# which the tests need nothing but its files.
+APART = $(BIN)/uv pip install --quiet $(UV_SOURCES)
+env-adapters: .venv-verifiers/.ready .venv-openenv/.ready .venv-harbor/.ready
+
+.venv-verifiers/.ready: PACKAGES = verifiers==0.4.0 uv
+.venv-openenv/.ready: PACKAGES = openenv==0.10.0
+.venv-verifiers/.ready .venv-openenv/.ready: | env
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(APART) --python $(@D)/bin/python $(PACKAGES)
+	@touch $@
+
+.venv-harbor/.ready: | env
+	$(APART) --target $(@D) --python-version 3.12 --no-deps harbor==0.25.0 \
+	  pathspec==1.1.1 shortuuid==1.0.13 toml==0.10.2
+	@touch $@
 
 # XLA for TPU and for CUDA, which compile here what runs elsewhere.
 env-targets:
@@ -90,7 +108,7 @@ test-all: env
 
 slow-without-ray: env
 	nice $(BIN)/python -m pytest \
-	  -m 'slow and not ray and not optimized and not extended' $(XDIST) --timeout 1800
+	  -m 'slow and not ray and not optimized and not extended and not adapters' $(XDIST) --timeout 1800
 
 # What the gate has no time for: the longest tests, and further cases of others. Nightly,
 # and before a release.
@@ -123,6 +141,9 @@ ENVS = gem_env gymnasium_env reasoning_gym_env textarena_env
 test-envs: env-envs
 	.venv-envs/bin/python -m pytest -m 'not slow and not ray' \
 	  $(ENVS:%=tests/envs/test_%.py)
+
+test-adapters: env-adapters
+	$(BIN)/python -m pytest -m adapters --timeout 900 tests/envs
 
 test-targets: env-targets
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets -n 2 \

