@@ -30,7 +30,7 @@ def joined(lengths, starts, row_size):
 
 
 class PlainCudnn:
-  """cuDNN's packed layout in plain jnp, segment by segment."""
+  """cuDNN's packed layout in plain jnp; no segment overlaps another."""
 
   MaskType, AttentionLayout = KINDS, REAL.AttentionLayout
   check_cudnn_version = staticmethod(lambda: 91000)
@@ -56,50 +56,46 @@ class PlainCudnn:
   def each(self, q, k, v, spans, scale, mask_type, backward=None):
     rows, size, heads, dim = q.shape
     assert k.shape[2] == v.shape[2] and heads % k.shape[2] == 0
-    (q_len, q_at), (k_len, k_at) = spans
-    q_at, q_len = joined(q_len, q_at, size)
-    k_at, k_len = joined(k_len, k_at, size)
     flat = lambda x: x.reshape(rows * size, *x.shape[2:])  # noqa: E731
     many = lambda x: jnp.repeat(flat(x), heads // x.shape[2], axis=1)  # noqa: E731
     queries, keys, values = flat(q), many(k), many(v)
     token = jnp.arange(rows * size)
-    nothing = jnp.full_like(queries, jnp.nan)
-    out, grads = nothing, [nothing, *(jnp.full_like(keys, jnp.nan),) * 2]
-    stats = jnp.full((q_len.size, heads, size), jnp.nan)
-    for s in range(q_len.size):
-      of_q = (token >= q_at[s]) & (token < q_at[s] + q_len[s])
-      of_k = (token >= k_at[s]) & (token < k_at[s] + k_len[s])
-      seen = of_q[:, None] & of_k
-      if mask_type == KINDS.PADDING_CAUSAL:  # from the first query and key on
-        seen &= (token - q_at[s])[:, None] >= token - k_at[s]
-      scores = scale * jnp.einsum('thd,shd->hts', queries, keys)
-      scores = jnp.where(seen, scores, -jnp.inf)
-      norm = jax.nn.logsumexp(scores, axis=-1)
-      place = q_at[s] + jnp.arange(size)
-      inside = jnp.arange(size) < q_len[s]
-      own = norm[:, jnp.minimum(place, rows * size - 1)]
-      stats = stats.at[s].set(jnp.where(inside, own, jnp.nan))
-      if backward is not None:
-        given, final, slope = backward
-        shift = jnp.maximum(token - q_at[s], 0)
-        norm = jnp.where(of_q, given[s][:, jnp.minimum(shift, size - 1)], jnp.inf)
-      p = jnp.where(seen, jnp.exp(scores - norm[..., None]), 0)
-      mixed = jnp.einsum('hts,shd->thd', p, values)
-      out = jnp.where(of_q[:, None, None], mixed, out)
-      if backward is not None:
-        final, slope = flat(final), jnp.where(of_q[:, None, None], flat(slope), 0)
-        dp = jnp.einsum('thd,shd->hts', slope, values)
-        ds = p * (dp - jnp.einsum('thd,thd->ht', slope, final)[..., None]) * scale
-        found = (
-          jnp.einsum('hts,shd->thd', ds, keys),
-          jnp.einsum('hts,thd->shd', ds, queries),
-          jnp.einsum('hts,thd->shd', p, slope),
-        )
-        for i, where in enumerate((of_q, of_k, of_k)):
-          grads[i] = jnp.where(where[:, None, None], found[i], grads[i])
+
+    def place(lengths, starts):  # of each token: its segment's number, or none
+      at, count = joined(lengths, starts, size)
+      inside = (token >= at[:, None]) & (token < (at + count)[:, None])
+      number = jnp.argmax(inside, axis=0)
+      return at, count, number, token - at[number], inside.any(0)
+
+    q_at, q_len, q_segment, q_place, of_q = place(*spans[0])
+    *_, k_segment, k_place, of_k = place(*spans[1])
+    seen = of_q[:, None] & of_k & (q_segment[:, None] == k_segment)
+    if mask_type == KINDS.PADDING_CAUSAL:  # from the first query and key on
+      seen &= q_place[:, None] >= k_place
+    scores = scale * jnp.einsum('thd,shd->hts', queries, keys)
+    scores = jnp.where(seen, scores, -jnp.inf)
+    norm = jax.nn.logsumexp(scores, axis=-1)
+    at = jnp.minimum(q_at[:, None] + jnp.arange(size), rows * size - 1)
+    inside = jnp.arange(size) < q_len[:, None]
+    stats = jnp.where(inside[:, None], norm[:, at].swapaxes(0, 1), jnp.nan)
+    if backward is not None:
+      given, final, slope = backward
+      norm = given[q_segment, :, jnp.clip(q_place, 0, size - 1)].T
+    p = jnp.where(seen, jnp.exp(scores - norm[..., None]), 0)
     whole = lambda x: x.reshape(rows, size, *x.shape[1:])  # noqa: E731
-    few = lambda x: whole(x.reshape(rows * size, k.shape[2], -1, dim).sum(2))  # noqa: E731
-    return whole(out), stats, (whole(grads[0]), few(grads[1]), few(grads[2]))
+    written = lambda x, where: jnp.where(where[:, None, None], x, jnp.nan)  # noqa: E731
+    out = whole(written(jnp.einsum('hts,shd->thd', p, values), of_q))
+    if backward is None:
+      return out, stats, ()
+    slope = jnp.where(of_q[:, None, None], flat(slope), 0)
+    dp = jnp.einsum('thd,shd->hts', slope, values)
+    ds = p * (dp - jnp.einsum('thd,thd->ht', slope, flat(final))[..., None]) * scale
+    few = lambda x: x.reshape(rows * size, k.shape[2], -1, dim).sum(2)  # noqa: E731
+    dq = jnp.einsum('hts,shd->thd', ds, keys)
+    dk = few(jnp.einsum('hts,thd->shd', ds, queries))
+    dv = few(jnp.einsum('hts,thd->shd', p, slope))
+    grads = written(dq, of_q), written(dk, of_k), written(dv, of_k)
+    return out, stats, tuple(map(whole, grads))
 
   def _dot_product_attention_bwd_rule(
     self,
@@ -136,7 +132,8 @@ def value_and_gradient(function, arrays, ids, prefix):
     out = jnp.where((ids > 0)[..., None, None], function(q, k, v, ids, prefix), 0)
     return (out * weights).sum(), out
 
-  (_, out), grads = jax.value_and_grad(total, (0, 1, 2), has_aux=True)(*args)
+  run = jax.jit(jax.value_and_grad(total, (0, 1, 2), has_aux=True))
+  (_, out), grads = run(*args)
   return out, *grads
 
 
