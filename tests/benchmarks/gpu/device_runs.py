@@ -60,6 +60,7 @@ RUNS: dict[str, tuple[str, dict[str, Any], str]] = {
       'cluster.ray': False,
       'cluster.num_engines': 1,
       'cluster.num_workers': 1,
+      'weight_sync.transport': 'auto(dtype="bfloat16")',
       'eval.interval': 0,
     },
     'Qwen3-0.6B',
@@ -69,6 +70,7 @@ SMALLER = {
   'quickstart': {'sft.num_steps': 5, 'batch.num_groups': 2, 'eval.num_tasks': 4},
   'smollm2': {'batch.num_groups': 2, 'eval.num_tasks': 4},
   'qwen3': {
+    'model.dtype': 'float32',  # a CPU takes minutes to compile products in bfloat16
     'batch.num_groups': 2,
     'batch.num_micro_batches': 2,
     'batch.max_length': 96,
