@@ -70,7 +70,8 @@ SMALLER = {
   'quickstart': {'sft.num_steps': 5, 'batch.num_groups': 2, 'eval.num_tasks': 4},
   'smollm2': {'batch.num_groups': 2, 'eval.num_tasks': 4},
   'qwen3': {
-    'model.dtype': 'float32',  # a CPU takes minutes to compile products in bfloat16
+    'model.dtype': 'float32',
+    'model.remat': 'none',
     'batch.num_groups': 2,
     'batch.num_micro_batches': 2,
     'batch.max_length': 96,
