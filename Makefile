@@ -5,6 +5,8 @@
 # make bench       tables of speed        make lint      format, lint and types
 # make bench-peers  one model (SIZE=toy, mid or smollm2) here, in TRL, Tunix and vLLM
 # make bench-gpu   one GPU (PYTHON has jax[cuda13]), all parts or PART=train, decode, …
+# make device-run  whole runs on one device: PART=quickstart, smollm2 or qwen3; their memory
+#                  by make device-plan; what a machine without network lacks: device-wheels
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
 # make test-adapters  verifiers, OpenEnv and Harbor, each in an environment of its own
@@ -27,8 +29,8 @@ UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
 .PHONY: env env-vllm env-envs env-adapters env-targets env-docs env-real quickstart test test-ray \
   test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized coverage test-core \
-  test-vllm test-wheel test-envs test-adapters test-targets docs test-docs bench bench-peers bench-gpu lint \
-  format bazel clean recipes chaos
+  test-vllm test-wheel test-envs test-adapters test-targets docs test-docs bench bench-peers bench-gpu \
+  device-run device-plan device-wheels lint format bazel clean recipes chaos
 
 env: $(VENV)/.ready
 
@@ -205,6 +207,17 @@ bench-peers: env
 bench-gpu:
 	$(PYTHON) -m tests.benchmarks.gpu $(if $(PART),--only=$(PART)) \
 	  --json=runs/bench-gpu$(if $(PART),-$(PART)).json
+
+# Runs of at most eight minutes each; PART picks some. Figures collect in runs/device.
+device-run:
+	$(PYTHON) -m tests.benchmarks.gpu.device_runs $(if $(PART),--only=$(PART))
+
+device-plan:
+	$(PYTHON) -m tests.benchmarks.gpu.device_runs --plan $(if $(PART),--only=$(PART))
+
+# What an image with JAX and PyTorch lacks, in .wheels; PIECES cuts it for slow ways.
+device-wheels: env
+	$(BIN)/python -m tests.benchmarks.gpu.offline_wheels $(if $(PIECES),--pieces=$(PIECES))
 
 lint: env
 	$(BIN)/ruff check .

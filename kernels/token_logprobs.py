@@ -109,36 +109,16 @@ def token_logprobs(
       f'top_k={top_k} is more than the {table.shape[0]} tokens there are'
     )
   platform = platform_of(platform)
-  why = ''
+  budget = KEPT_BYTES if kept_bytes is None else kept_bytes
   if topk_ids is not None or top_k:
     why = 'scores one token a position, not top-k'
-  elif jnp.ndim(temperature):
-    why = 'takes one temperature for all'
-  elif softcap:
-    why = 'does not take softcap'
-  elif shards is not None:
-    why = shards.obstacle(hidden, table)
-
-  budget = KEPT_BYTES if kept_bytes is None else kept_bytes
-  size = _kept_size(hidden, table, shards)
-  large = f'would keep {size / 2**30:.2g} GiB, of {budget / 2**30:.2g}'
-
-  def on(home: str, name: str, obstacle: str = '') -> Any:
-    run = why or obstacle or functools.partial(_fused, name)
-    return only_on(home, run, platform=platform)
-
+  else:
+    why = _obstacle(hidden, table, temperature, softcap, shards)
+  plain = {'topk_ids': topk_ids, 'top_k': top_k, 'softcap': softcap}
+  plain |= {'max_rows': max_rows, 'shards': shards}
   candidates = {
-    'mosaic': on('tpu', 'mosaic'),
-    'kept': on('gpu', 'kept', large if size > budget else ''),
-    'tiles': on('gpu', 'tiles'),
-    'reference': functools.partial(
-      reference,
-      topk_ids=topk_ids,
-      top_k=top_k,
-      softcap=softcap,
-      max_rows=max_rows,
-      shards=shards,
-    ),
+    **_kernels(hidden, table, shards, why=why, budget=budget, platform=platform),
+    'reference': functools.partial(reference, **plain),
   }
   name = choose('token_logprobs', candidates, platform=platform, option=kernels)
   run: Any = candidates[name]
@@ -146,6 +126,45 @@ def token_logprobs(
     run = functools.partial(run, shards=shards, budget=budget, interpret=interpret)
   moments = {'entropy': entropy, 'nec': nec, 'sum_pi_squared': sum_pi_squared}
   return run(hidden, table, targets, temperature=temperature, **moments)
+
+
+def _obstacle(
+  hidden: jax.Array,
+  table: jax.Array,
+  temperature: jax.Array | float,
+  softcap: float,
+  shards: 'LogprobShards | None',
+) -> str:
+  """Returns why no kernel can score one token a position; '' if one may."""
+  if jnp.ndim(temperature):
+    return 'takes one temperature for all'
+  if softcap:
+    return 'does not take softcap'
+  return '' if shards is None else shards.obstacle(hidden, table)
+
+
+def _kernels(
+  hidden: jax.Array,
+  table: jax.Array,
+  shards: 'LogprobShards | None',
+  *,
+  why: str,
+  budget: int,
+  platform: str,
+) -> dict[str, Any]:
+  """Returns the kernels by name, the best first, or the reasons against them."""
+  size = _kept_size(hidden, table, shards)
+  large = f'would keep {size / 2**30:.2g} GiB, of {budget / 2**30:.2g}'
+
+  def on(home: str, name: str, obstacle: str = '') -> Any:
+    run = why or obstacle or functools.partial(_fused, name)
+    return only_on(home, run, platform=platform)
+
+  return {
+    'mosaic': on('tpu', 'mosaic'),
+    'kept': on('gpu', 'kept', large if size > budget else ''),
+    'tiles': on('gpu', 'tiles'),
+  }
 
 
 def kept_bytes_of(limit: float) -> int:

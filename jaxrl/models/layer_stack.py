@@ -250,6 +250,29 @@ def vocabulary_product(
   return jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
 
 
+# Parts of layers whose kernels enter only products with activations, in their type.
+MULTIPLIED = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+
+
+def cast_kernels(params: Params, dtype: str) -> Params:
+  """Casts the matrices of layers to the type of their products, if that is narrower.
+
+  Layers cast them at use, each time that they run; this does it once for all of them.
+
+  Args:
+    params: The parameters, or a part of them under the same names.
+    dtype: The type of activations and matrix products.
+  """
+
+  def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    names = [getattr(key, 'key', None) for key in path]
+    is_kernel = names[:1] == ['layers'] and names[-1] == 'kernel'
+    is_wide = x.dtype.itemsize > jnp.dtype(dtype).itemsize
+    return x.astype(dtype) if is_kernel and is_wide and names[-2] in MULTIPLIED else x
+
+  return jax.tree_util.tree_map_with_path(cast, params)
+
+
 def unstack(config: ModelConfig, params: Params) -> Params:
   """Replaces the stack of layers by a tuple; leaves a tuple as it is.
 
