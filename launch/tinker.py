@@ -85,6 +85,8 @@ def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'TinkerModel']:
   from jaxrl.rollout.tinker.tinker_model import TinkerModel
 
   dtype = dtype or ('float32' if jax.default_backend() == 'cpu' else 'bfloat16')
+  if dtype == 'bfloat16' and jax.default_backend() == 'cpu':
+    raise ConfigError('--dtype=bfloat16: on a CPU the server computes in float32')
   name = checkpoint.rstrip('/')
   options: Any = {'value_head': False, 'remat': 'none', 'key': '--checkpoint'}
   loaded = model_loading.load_model(name, dtype=dtype, **options)
