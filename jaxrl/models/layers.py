@@ -68,10 +68,7 @@ def normalized(x: jax.Array, eps: float, over: tuple[int, ...] = (-1,)) -> jax.A
 
 
 class Linear(nnx.Module):
-  """Maps x `[..., *inputs]` to `[..., *outputs]`; the kernel is `[*inputs, *outputs]`.
-
-  LoRA factors are never multiplied. `row_product(x)` adds those of each row's own.
-  """
+  """Maps x `[..., *inputs]` to `[..., *outputs]`; the kernel is `[*inputs, *outputs]`."""
 
   def __init__(
     self,
@@ -558,8 +555,8 @@ def embed(
     Embeddings `[..., D]`.
   """
   x = table[tokens].astype(dtype)
-  is_scaled = config.spec.scales_embeddings
-  return x * jnp.asarray(config.hidden_size**0.5, x.dtype) if is_scaled else x
+  factor = config.hidden_size**0.5 if config.spec.scales_embeddings else None
+  return x if factor is None else x * jnp.asarray(factor, x.dtype)
 
 
 class Embedding(nnx.Module):
