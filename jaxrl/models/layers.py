@@ -68,7 +68,7 @@ def normalized(x: jax.Array, eps: float, over: tuple[int, ...] = (-1,)) -> jax.A
 
 
 class Linear(nnx.Module):
-  """Maps x `[..., *inputs]` to `[..., *outputs]`; the kernel is `[*inputs, *outputs]`."""
+  """Maps x `[..., *inputs]` to `[..., *outputs]` by a kernel `[*inputs, *outputs]`."""
 
   def __init__(
     self,
