@@ -481,6 +481,11 @@ class ClusterOptions(Options):
   address: str = option(
     '', "Address of a running Ray cluster; '' starts one on this machine."
   )
+  host_timeout: float = option(
+    30.0,
+    'Seconds after which a host of the cluster that does not answer is given up.',
+    low=1,
+  )
   num_engines: int = option(
     1, 'Rollout engines; 0 for as many as there are devices for.', low=0
   )
