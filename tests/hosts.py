@@ -15,7 +15,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 
 NETWORK = '10.213.7'  # of a private range
 PROGRAMS = ('ip', 'unshare', 'nsenter', 'mount')
@@ -207,32 +206,32 @@ def hosts(count, shared, *, tmp='1g'):
     yield made
 
 
-def start_ray(host, head=None, *, memory=100_000_000, **settings):
+def ray_environment(environment):
+  """Returns the environment of processes that use Ray on hosts."""
+  return {
+    **environment,
+    'JAX_PLATFORMS': 'cpu',
+    'RAY_AUTH_MODE': 'disabled',
+    'RAY_raylet_start_wait_time_s': '120',  # on a machine that has other work
+  }
+
+
+def start_ray(host, head=None, *, cpus=1, memory=100_000_000):
   """Starts Ray on a host.
 
   Args:
     host: The host.
     head: The one that the cluster began on; None to begin one.
+    cpus: Number of cores that Ray may reserve.
     memory: Bytes of the object store.
-    **settings: What this host is started with, as keywords of `subprocess.run`.
   """
-  ray = (sys.executable, '-m', 'ray.scripts.scripts')
-  where = (
-    ('--head', '--port=6379', '--include-dashboard=false')
-    if head is None
-    else (f'--address={head.address}:6379',)
+  where = ('--head', '--port=6379', '--include-dashboard=false')
+  if head is not None:
+    where = (f'--address={head.address}:6379',)
+  host.run(
+    *(sys.executable, '-m', 'ray.scripts.scripts', 'start', *where),
+    *(f'--node-ip-address={host.address}', f'--num-cpus={cpus}'),
+    *(f'--object-store-memory={memory}', '--disable-usage-stats'),
+    env=ray_environment(os.environ),
+    timeout=150,
   )
-  env = {**os.environ, 'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '1'}
-  env['RAY_AUTH_MODE'] = 'disabled'
-  options = (f'--node-ip-address={host.address}', '--num-cpus=1')
-  bounds = (f'--object-store-memory={memory}', '--disable-usage-stats')
-  end = time.monotonic() + 60
-  while True:
-    try:
-      return host.run(
-        *ray, 'start', *where, *options, *bounds, env=env, timeout=60, **settings
-      )
-    except AssertionError:
-      if time.monotonic() > end:
-        raise
-      time.sleep(1)

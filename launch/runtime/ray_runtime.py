@@ -120,7 +120,9 @@ class RayRuntime:
     env = self._options.get('runtime_env', {}).get('env_vars', {})
     nodes = list_nodes(self._ray, lost_nodes)
     placement = plan_placement(settings, nodes, has_learner=has_learner)
-    weight_transport.check_placement(self._transport, placement)
+    with_devices = [node for node in nodes if node.gpus or node.tpus]
+    num_machines = len(with_devices or nodes)
+    weight_transport.check_placement(self._transport, placement, num_machines)
     uses_gpus = any('GPU' in bundle for bundle in placement.bundles)
     if not settings.cluster.address and uses_gpus:
       env = {'NCCL_SOCKET_IFNAME': os.environ.get('NCCL_SOCKET_IFNAME', 'lo'), **env}
