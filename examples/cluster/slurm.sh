@@ -3,6 +3,8 @@
 #
 #   sbatch examples/cluster/slurm.sh --config=configs/qwen3_0_6b.py \
 #     --config.model.checkpoint=/shared/Qwen3-0.6B --workdir=/shared/runs/one \
+#     --config.dataset.path=/shared/gsm8k/train.jsonl \
+#     --config.weight_sync.transport='object_store(dtype="bfloat16")' \
 #     --config.cluster.placement='split(learners=2, devices=8)' \
 #     --config.cluster.num_engines=16 --config.cluster.num_workers=4
 #

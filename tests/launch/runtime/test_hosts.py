@@ -26,7 +26,6 @@ OPTIONS = (
   '--config.eval.interval=0',
   f'--config.num_steps={STEPS}',
   '--config.rollout.engine=jax(decode_steps=4)',
-  '--config.trajectory_dump.path=dump',
 )
 CLUSTER = (
   '--config.cluster.ray=true',
@@ -36,6 +35,10 @@ CLUSTER = (
   '--config.cluster.placement=split(learners=2, devices=1)',
 )
 LIMIT_S = 280  # of a run, after which its hosts are ended
+
+
+def dump_to(workdir):
+  return f'--config.trajectory_dump.path={workdir}/dump'
 
 
 class Run:
@@ -50,7 +53,8 @@ class Run:
   def __init__(self, cluster, workdir, *options):
     self.workdir, self.lines = pathlib.Path(workdir), []
     address = f'--config.cluster.address={cluster[0].address}:6379'
-    argv = runs.argv(workdir, *OPTIONS, *CLUSTER, address, *options, config=runs.VARIED)
+    options = (*OPTIONS, *CLUSTER, address, dump_to(workdir), *options)
+    argv = runs.argv(workdir, *options, config=runs.VARIED)
     self._process = cluster[0].spawn(
       *(sys.executable, '-u', '-m', 'launch.train', *argv),
       stdout=subprocess.PIPE,
@@ -140,7 +144,7 @@ def equal(one, two):
 
 
 def test_three_hosts_train_what_one_process_does(whole, tmp_path):
-  runs.run(tmp_path, *OPTIONS)
+  runs.run(tmp_path, *OPTIONS, dump_to(tmp_path))
   equal(tmp_path, whole)
 
 
