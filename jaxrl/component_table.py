@@ -81,9 +81,7 @@ class ComponentTable(Mapping[str, T], Generic[T]):
     """
     name = component_name(component)
     if not isinstance(component, str | ComponentCall):
-      is_partial = isinstance(component, functools.partial)
-      options = dict(component.keywords) if is_partial else {}
-      function = unwrap(component)
+      options, function = _own_options(component), unwrap(component)
     else:
       options = dict(as_call(component).options)
       if name not in self and ':' not in name:
@@ -148,13 +146,21 @@ class ComponentTable(Mapping[str, T], Generic[T]):
     return named
 
 
-def as_call(component: ComponentCall | str) -> ComponentCall:
-  """Returns a call; a text is the name of a component without options.
+def as_call(component: Component) -> ComponentCall:
+  """Returns the call of a component: its name and options.
 
   Args:
-    component: The call or the name.
+    component: The component; a text is the name of one without options.
   """
-  return ComponentCall(component) if isinstance(component, str) else component
+  if isinstance(component, ComponentCall):
+    return component
+  return ComponentCall(component_name(component), _own_options(component))
+
+
+def _own_options(component: Component) -> dict[str, Any]:
+  """Returns the options of a component that is no call."""
+  is_partial = isinstance(component, functools.partial)
+  return dict(component.keywords) if is_partial else {}
 
 
 def as_calls(
@@ -193,5 +199,4 @@ def component_name(component: Component, *, whole: bool = False) -> str:
   if isinstance(component, ComponentCall):
     return str(component) if whole else component.name
   name = getattr(unwrap(component), '__name__', repr(component))
-  options = component.keywords if isinstance(component, functools.partial) else {}
-  return str(ComponentCall(name, options)) if whole else name
+  return str(ComponentCall(name, _own_options(component))) if whole else name

@@ -10,8 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxrl.component_calls import ComponentCall
-from jaxrl.component_table import as_call
+from jaxrl.component_table import Component, as_call
 from jaxrl.data import hub
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.model_text.turn_end import ChatOptionError
@@ -63,7 +62,7 @@ class LoadedModel:
 
 def random_config(
   *,
-  family: ComponentCall | str = ComponentCall('qwen3'),
+  family: Component = 'qwen3',
   vocab_size: int = 512,
   hidden_size: int = 128,
   num_layers: int = 4,
@@ -120,7 +119,7 @@ def random_config(
     raise ConfigError(f'model.random: {error}') from error
 
 
-def _family(family: ComponentCall | str) -> tuple[str, dict[str, Any]]:
+def _family(family: Component) -> tuple[str, dict[str, Any]]:
   """Returns the name of a family, and the config fields that its options set."""
   call = as_call(family)
   name, where = call.name, f'model.random={call}'
@@ -347,17 +346,18 @@ def match_vocabulary(other: LoadedModel, student: LoadedModel, key: str) -> Load
   return dataclasses.replace(other, model=model, params={**other.params, **cut})
 
 
-def parse_random_config(call: ComponentCall, where: str) -> ModelConfig:
+def parse_random_config(component: Component, where: str) -> ModelConfig:
   """Returns the shape that a call such as 'qwen3(num_layers=2)' describes.
 
   Args:
-    call: A family with its options: the sizes of `random_config`, and those that the
-      family itself takes.
+    component: A family with its options: the sizes of `random_config`, and those that
+      the family itself takes.
     where: What error messages begin with.
 
   Raises:
     ConfigError: If the family or an option is wrong.
   """
+  call = as_call(component)
   family, options = call.name, call.options
   if ':' not in family and family not in families.family_names():
     raise unknown_name_error(family, families.family_names(), 'family', where)
@@ -372,4 +372,5 @@ def parse_random_config(call: ComponentCall, where: str) -> ModelConfig:
   family_options = {k: v for k, v in options.items() if k not in sizes}
   chosen = {name: value for name, value in options.items() if name in sizes}
   check_options(random_config, chosen, where)
-  return random_config(family=ComponentCall(family, family_options), **chosen)
+  family_call = dataclasses.replace(call, options=family_options, text='')
+  return random_config(family=family_call, **chosen)

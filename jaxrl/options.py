@@ -303,8 +303,9 @@ def _choices(annotation: Any) -> tuple[Any, ...]:
 
 
 def _wanted_types(annotation: Any, default: Any) -> list[type]:
-  union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
-  members = typing.get_args(annotation) if union else (annotation,)
+  members = _members(annotation)
+  if any(hasattr(member, 'from_text') for member in members):
+    return []
   plain_types = [kind for kind in members if kind in (bool, int, float, str)]
   if not plain_types and isinstance(default, bool | int | float | str):
     plain_types = [type(default)]
@@ -521,6 +522,12 @@ def field_kinds(cls: type[Options]) -> Mapping[str, Kind]:
   }
 
 
+def _members(annotation: Any) -> list[Any]:
+  """Returns the types that a union allows; one alone for any other annotation."""
+  is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
+  return list(typing.get_args(annotation)) if is_union else [annotation]
+
+
 def value_kind(hint: Any) -> Kind:
   """Returns how the values of an option are read.
 
@@ -529,20 +536,20 @@ def value_kind(hint: Any) -> Kind:
   """
   if typing.get_origin(hint) is typing.Annotated:
     hint = typing.get_args(hint)[0]
-  members = [hint]
-  if typing.get_origin(hint) in (typing.Union, types.UnionType):
-    members = list(typing.get_args(hint))
+  members = _members(hint)
   is_optional = type(None) in members
   members = [member for member in members if member is not type(None)]
   texts = [member for member in members if hasattr(member, 'from_text')]
-  if texts and str not in members:  # the others are what it makes
+  takes_functions = any(typing.get_origin(x) is Callable for x in members)
+  if texts and (takes_functions or str not in members):  # the others are what it makes
     return Kind(texts[0], is_optional)
   if len(members) != 1:
     return Kind(None, is_optional)
   (member,) = members
   origin, arguments = typing.get_origin(member), typing.get_args(member)
-  if origin is tuple and hasattr(arguments[0], 'many_from_text'):
-    return Kind(arguments[0], is_many=True)
+  entry = value_kind(arguments[0]).type if origin is tuple and arguments else None
+  if hasattr(entry, 'many_from_text'):
+    return Kind(entry, is_many=True)
   if isinstance(member, type) and issubclass(member, Options):
     return Kind(Options, options=member)
   if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):

@@ -12,7 +12,6 @@ from typing import Any, Protocol, TypeVar
 import jax
 import numpy as np
 
-from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import Component, as_call, as_calls
 
 Array = jax.Array
@@ -479,10 +478,10 @@ class Algorithm:
   value_loss: Callable[..., Any] | None = None
   correction: Callable[..., Any] | None = None
   kl_controller: Callable[..., Any] | None = None
-  aggregation: ComponentCall = ComponentCall('token_mean')
+  aggregation: Component = 'token_mean'
   old_logprobs_source: str = 'rollout'
   group_size: int = 1
-  sampler: Component = ComponentCall('fifo')
+  sampler: Component = 'fifo'
   filters: tuple[Component, ...] = ()
   shapers: tuple[Component, ...] = ()
   data_format: str = 'rollout'

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.component_table import component_name
 from jaxrl.functional.components import (
   call_component,
   component_info,
@@ -187,7 +188,7 @@ def _trial(algorithm: Algorithm, part: Any) -> tuple[Any, Any]:
 
   def call(fields: Mapping[str, Any]) -> int:
     fields = {**fields, 'key': jax.random.key(0)}
-    fields['aggregation'] = algorithm.aggregation.name
+    fields['aggregation'] = component_name(algorithm.aggregation)
     if info.init_state is not None:
       fields['state'] = info.init_state()
     if info.precompute is not None:

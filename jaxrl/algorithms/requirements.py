@@ -9,6 +9,7 @@ import dataclasses
 from collections.abc import Callable
 from typing import Any
 
+from jaxrl.component_table import as_call
 from jaxrl.functional.components import (
   BoundComponent,
   component_info,
@@ -148,7 +149,7 @@ def with_length(algorithm: Algorithm, length: float) -> Algorithm:
       returned as it is.
     length: Tokens.
   """
-  aggregation = algorithm.aggregation
+  aggregation = as_call(algorithm.aggregation)
   takes_length = aggregation.name == 'sequence_mean_token_sum_norm'
   if not takes_length or 'length' in aggregation.options:
     return algorithm

@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component
 from jaxrl.data import tool_formats
 from jaxrl.envs import env_registry
 from jaxrl.envs.tools.toolbox import INVALID_CALL_KINDS, Toolbox, make_tools
@@ -36,7 +36,7 @@ class ToolUseEnv:
     *,
     env_type: str = '',
     env_config: Mapping[str, Any] | None = None,
-    tools: tuple[ComponentCall, ...] = (),
+    tools: tuple[Component, ...] = (),
     max_calls: int = 16,
     max_calls_per_turn: int = 4,
     max_chars: int = 4000,
@@ -63,7 +63,7 @@ class ToolUseEnv:
     *,
     env_type: str = '',
     env_config: Any = None,
-    tools: tuple[ComponentCall, ...] = (),
+    tools: tuple[Component, ...] = (),
     **limits: Any,
   ) -> None:
     """Checks the options before a run starts.

@@ -12,8 +12,7 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall
-from jaxrl.component_table import ComponentTable
+from jaxrl.component_table import Component, ComponentTable, as_call, component_name
 from jaxrl.group_stats import SampleRows
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await
@@ -26,33 +25,34 @@ _TOKEN_ARRAYS = ('action_mask', 'rollout_logprobs', 'rewards', 'weights_version'
 
 
 def find_env_manager(
-  call: ComponentCall, where: str, *, is_agent: bool = False
-) -> type[Any]:
+  manager: Component, where: str, *, is_agent: bool = False
+) -> tuple[type[Any], dict[str, Any]]:
   """Finds the class of a custom manager, and checks whether it follows the protocol.
 
   Args:
-    call: Where the class is, and its own options.
+    manager: The class or where it is, and its own options.
     where: What error messages begin with, such as the config key.
     is_agent: Whether the environment is one that an agent plays.
 
   Returns:
-    The class.
+    The class and its own options.
 
   Raises:
     ConfigError: If there is no such class, or it cannot be used as a manager.
   """
-  if ':' not in call.name:
+  name = component_name(manager)
+  if not callable(manager) and ':' not in name:
     raise ConfigError(
-      f'{where}: {call.name!r} is no location: write path/file.py:Class or '
+      f'{where}: {name!r} is no location: write path/file.py:Class or '
       'package.module:Class'
     )
   shared = {'tag': '', **EnvManagerOptions().as_dict()}
-  if taken := sorted(shared.keys() & call.options.keys()):
+  if taken := sorted(shared.keys() & as_call(manager).options.keys()):
     raise ConfigError(
       f'{where}: {taken[0]!r} is an option of every manager, which the config sets by '
       'a key of its own: leave it out here'
     )
-  name, cls, _ = ENV_MANAGERS.find(call, where)
+  name, cls, options = ENV_MANAGERS.find(manager, where)
   if not isinstance(cls, type):
     raise ConfigError(f'{where}: {name} is no class')
   if not inspect.iscoroutinefunction(getattr(cls, 'run_rollout_loop', None)):
@@ -61,7 +61,7 @@ def find_env_manager(
       'async def, or derive the class from jaxrl.rollout.env_manager.EnvManager'
     )
   try:
-    inspect.signature(cls).bind(None, 0, 0, **shared, **call.options)
+    inspect.signature(cls).bind(None, 0, 0, **shared, **options)
   except TypeError as error:
     raise ConfigError(
       f'{where}: {name} cannot be called as (context, group_id, env_id, **options) '
@@ -76,11 +76,11 @@ def find_env_manager(
       raise ConfigError(
         f'{where}: the environment is {played}: derive {name} from {base}'
       )
-  return cls
+  return cls, options
 
 
 def make_custom_env_manager(
-  call: ComponentCall,
+  manager: Component,
   context: EnvContext,
   group_id: int,
   env_id: int,
@@ -89,7 +89,7 @@ def make_custom_env_manager(
   """Creates a custom manager.
 
   Args:
-    call: Where the class is, and its own options.
+    manager: The class or where it is, and its own options.
     context: What all environments of the tag share.
     group_id: The env group.
     env_id: The environment within the env group.
@@ -102,18 +102,19 @@ def make_custom_env_manager(
   Raises:
     ConfigError: If there is no such class, or it cannot be used as a manager.
   """
-  cls = find_env_manager(
-    call, f'env manager {call}', is_agent=context.endpoint is not None
+  text = component_name(manager, whole=True)
+  cls, own_options = find_env_manager(
+    manager, f'env manager {text}', is_agent=context.endpoint is not None
   )
   if context.queue is None and issubclass(cls, EnvManager):  # has `play_episode`
-    return cls(context, group_id, env_id, **options, **call.options)
+    return cls(context, group_id, env_id, **options, **own_options)
   single = SingleLeaseQueue() if context.queue is None else None
   source = context.queue if single is None else single
   assert source is not None
-  queue = CheckedQueue(source, call, options.get('tag', ''))
+  queue = CheckedQueue(source, text, options.get('tag', ''))
   own_context = dataclasses.replace(context, queue=queue)
-  manager = cls(own_context, group_id, env_id, **options, **call.options)
-  return CheckedManager(manager, context, queue, single)
+  made = cls(own_context, group_id, env_id, **options, **own_options)
+  return CheckedManager(made, context, queue, single)
 
 
 class CheckedQueue:
@@ -123,16 +124,16 @@ class CheckedQueue:
   None for the end of the data, and rows of another sample for late ones.
   """
 
-  def __init__(self, queue: EpisodeQueue, call: ComponentCall, tag: str):
+  def __init__(self, queue: EpisodeQueue, manager: str, tag: str):
     """Creates the queue of one manager.
 
     Args:
       queue: The group queue, or a handle.
-      call: The manager, for messages.
+      manager: The manager, for messages.
       tag: The environment's tag, which rows must have.
     """
     self._queue = queue
-    self._call = call
+    self._manager = manager
     self._tag = tag
     self._lease: EpisodeLease | None = None
     self._has_ended = False
@@ -216,7 +217,7 @@ class CheckedQueue:
           )
 
   def _error(self, text: str) -> ConfigError:
-    return ConfigError(f'env manager {self._call} (tag {self._tag!r}) {text}')
+    return ConfigError(f'env manager {self._manager} (tag {self._tag!r}) {text}')
 
 
 class SingleLeaseQueue:

@@ -5,7 +5,7 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 
@@ -15,7 +15,7 @@ def make_env_manager(
   group_id: int = 0,
   env_id: int = 0,
   *,
-  manager: ComponentCall | None = None,
+  manager: Component | None = None,
   **options: Any,
 ) -> Any:
   """Creates the manager for what is played: an environment or an agent.
@@ -59,7 +59,7 @@ class EnvWorker:
     context: EnvContext,
     env_ids: Sequence[tuple[int, int]],
     options: Mapping[str, Any] | None = None,
-    manager: ComponentCall | None = None,
+    manager: Component | None = None,
   ):
     """Creates a manager for each environment.
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.algorithms import requirements
+from jaxrl.component_table import component_name
 from jaxrl.functional import components, reductions
 from jaxrl.options import defaults
 from jaxrl.types import Algorithm, Array, Batch
@@ -214,7 +215,7 @@ def precompute_fields(
     The new fields by name, without gradient.
   """
   precomputed = {}
-  fields = fields | {'aggregation': algorithm.aggregation.name}
+  fields = fields | {'aggregation': component_name(algorithm.aggregation)}
   functions = precompute_fns(algorithm, reads_logprobs=reads_logprobs)
   for component, function in functions.items():
     part = getattr(algorithm, component)

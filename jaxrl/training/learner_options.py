@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component
 from jaxrl.options import Options, option
 from jaxrl.training.batching.packing_plan import Packing, make_packing
 
@@ -19,7 +19,7 @@ class LearnerOptions(Options):
     'as the memory needs, where the launcher chooses.',
     low=0,
   )
-  packing: ComponentCall | Packing | None = option(
+  packing: Component | Packing | None = option(
     None,
     "Runs the model on packed rows, as in 'first_fit(tokens=8192)', whose tokens fill "
     "micro-batches; '' for one sequence per row. On GPUs, attention needs a mask in "

@@ -1,6 +1,6 @@
 """Optimizers update parameters: they clip, transform and schedule gradients.
 
-An optimizer is named by a call such as `ComponentCall('adamw', {'b2': 0.98})`.
+An optimizer is named by a call such as 'adamw(b2=.98)' in a config.
 Its hyperparameters are traced, so that a run may change them without recompiling; what
 fixes the structure of its state is static (`OptimizerStateSpec`).
 """
@@ -18,8 +18,7 @@ import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxrl.component_calls import ComponentCall
-from jaxrl.component_table import ComponentTable
+from jaxrl.component_table import Component, ComponentTable
 from jaxrl.options import ConfigError, Options, defaults, option
 from jaxrl.types import Array, Params
 
@@ -182,7 +181,7 @@ OPTIMIZERS: ComponentTable[Callable[..., OptimizerSpec]] = ComponentTable(
 )
 
 
-def make_optimizer_spec(name: ComponentCall | str) -> OptimizerSpec:
+def make_optimizer_spec(name: Component) -> OptimizerSpec:
   """Creates the spec that a call of one of `OPTIMIZERS` describes.
 
   Raises:
@@ -291,14 +290,14 @@ class OptimizerOptions(Options):
   """What an optimizer does, and how its learning rate goes on."""
 
   learning_rate: float = option(1e-6, 'The highest learning rate.', low=0)
-  lr_schedule: ComponentCall = option(
-    ComponentCall('constant'),
+  lr_schedule: Component = option(
+    'constant',
     'How the rate goes on after the warm-up: it stays (constant) or decays along a '
     "line or a cosine, as by 'cosine(decay_steps=200, final_fraction=.1)'.",
   )
   warmup_steps: int = option(0, 'Learner steps of a linear warm-up.', low=0)
-  name: ComponentCall = option(
-    ComponentCall('adamw'), "The optimizer with its options, as in 'adamw(b2=.98)'."
+  name: Component = option(
+    'adamw', "The optimizer with its options, as in 'adamw(b2=.98)'."
   )
   max_grad_norm: float | None = option(
     1.0, 'The largest global norm of a gradient; none for no limit.', above=0

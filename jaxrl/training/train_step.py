@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.algorithms import requirements
+from jaxrl.component_table import as_call
 from jaxrl.functional.aggregation import pair_weights, row_weights, token_weights
 from jaxrl.functional.components import call_component, fields_of, function_of
 from jaxrl.functional.reductions import MAX_EXPONENT, clipped_exp
@@ -66,7 +67,7 @@ def minibatch_weights(algorithm: Algorithm, fields: BatchFields) -> LossWeights:
     'token' `[N, T]` for losses per token, 'row' `[N]` for losses per row, 'mean'
     `[N, T]` for metrics, and 'rollout' `[N, T]` for metrics of sampled rows alone.
   """
-  mask, aggregation = fields['mask'], algorithm.aggregation
+  mask, aggregation = fields['mask'], as_call(algorithm.aggregation)
   if algorithm.batch_unit == 'pair':
     row = pair_weights(fields['pair_ids'])
   else:

@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, kl, losses
 from jaxrl.types import Algorithm
 
@@ -34,7 +33,7 @@ def grpo_paper(
       losses.ppo_clip, clip_low=clip_low, clip_high=clip_high, dual_clip=None
     ),
     kl_loss=kl.term(kl.k3, kl_coef),
-    aggregation=ComponentCall('sequence_mean_token_mean'),
+    aggregation='sequence_mean_token_mean',
     group_size=group_size,
     provenance='paper',
   )

@@ -3,7 +3,6 @@
 from functools import partial
 from typing import Literal
 
-from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, kl, losses
 from jaxrl.types import Algorithm
 
@@ -36,7 +35,7 @@ def gspo(
       losses.gspo, clip_low=clip_low, clip_high=clip_high, level=level
     ),
     kl_loss=kl.term(kl.k2, kl_coef),
-    aggregation=ComponentCall('sequence_mean_token_mean'),
+    aggregation='sequence_mean_token_mean',
     group_size=group_size,
     provenance='trinity',
   )

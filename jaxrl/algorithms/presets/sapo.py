@@ -2,7 +2,6 @@
 
 from functools import partial
 
-from jaxrl.component_calls import ComponentCall
 from jaxrl.functional import advantages, kl, losses
 from jaxrl.types import Algorithm
 
@@ -33,7 +32,7 @@ def sapo(
       losses.sapo, tau_positive=tau_positive, tau_negative=tau_negative
     ),
     kl_loss=kl.term(kl.k2, kl_coef),
-    aggregation=ComponentCall('sequence_mean_token_mean'),
+    aggregation='sequence_mean_token_mean',
     group_size=group_size,
     provenance='ours',
   )

@@ -9,7 +9,7 @@ import shlex
 from collections.abc import Mapping
 from typing import Any, ClassVar, Protocol
 
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component
 from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
 from jaxrl.envs.agents.function_agent import FunctionAgent
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
@@ -60,7 +60,7 @@ class AgentEnv:
   def __init__(
     self,
     *,
-    agent: ComponentCall | None = None,
+    agent: Component | None = None,
     command: str = '',
     grader: GraderCalls = (),
     memory_gib: float = 0.0,

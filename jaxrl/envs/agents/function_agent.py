@@ -6,11 +6,10 @@ import inspect
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall
-from jaxrl.component_table import as_call
-from jaxrl.options import check_options, unknown_name_error
-from jaxrl.user_code import import_object
+from jaxrl.component_table import Component, ComponentTable, component_name
+from jaxrl.options import unknown_name_error
 
+AGENTS = ComponentTable[str]('agent', 'env_config.agent')  # all are users' own
 AGENT_ARGUMENTS = ('task', 'base_url', 'api_key', 'client')
 
 
@@ -18,7 +17,7 @@ class FunctionAgent:
   """Calls a function with the arguments that it names.
 
   Args:
-    call: The function, by where it is ('package.module:run' or 'file.py:run'), and its
+    agent: The function, or where it is ('package.module:run' or 'file.py:run'), and its
       options.
 
   Raises:
@@ -26,14 +25,9 @@ class FunctionAgent:
       get.
   """
 
-  def __init__(self, call: ComponentCall | str):
-    call = as_call(call)
-    target, self._options = call.name, call.options
-    where = f'env_config.agent={str(call)!r}'
-    self._function = import_object(target, where)
-    if not callable(self._function):
-      raise ValueError(f'{where}: {target} is not a function')
-    check_options(self._function, self._options, f'agent {target!r}')
+  def __init__(self, agent: Component):
+    where = f'env_config.agent={component_name(agent, whole=True)!r}'
+    name, self._function, self._options = AGENTS.find(agent, where)
     parameters = inspect.signature(self._function).parameters.values()
     positional = [p for p in parameters if p.kind is not p.KEYWORD_ONLY]
     self._argument_names = [
@@ -42,7 +36,7 @@ class FunctionAgent:
     for name in self._argument_names:
       if name not in AGENT_ARGUMENTS:
         raise unknown_name_error(
-          name, AGENT_ARGUMENTS, 'argument for agents', f'agent {target!r}'
+          name, AGENT_ARGUMENTS, 'argument for agents', f'agent {name!r}'
         )
     if 'client' in self._argument_names:
       _import_openai()

@@ -4,8 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Annotated, Any
 
-from jaxrl.component_calls import ComponentCall
-from jaxrl.component_table import ComponentTable
+from jaxrl.component_table import Component, ComponentTable
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders.grader_processes import (
   GraderError,
@@ -37,7 +36,7 @@ GRADERS = ComponentTable(
   },
 )
 # Of an option that holds graders; the names say whose options may be calls themselves.
-GraderCalls = Annotated[tuple[ComponentCall, ...], GRADERS]
+GraderCalls = Annotated[tuple[Component, ...], GRADERS]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -107,7 +106,7 @@ class Grader:
     return Grade(total, scores, errors)
 
 
-def make_grader(calls: Sequence[ComponentCall] | ComponentCall | str) -> Grader:
+def make_grader(calls: Sequence[Component] | Component) -> Grader:
   """Builds a grader, the sum of its parts.
 
   A config writes the parts as `math + format(tags='think')`. They are names of GRADERS,
@@ -137,7 +136,7 @@ def make_grader(calls: Sequence[ComponentCall] | ComponentCall | str) -> Grader:
 
 
 def grader_terms(
-  calls: Sequence[ComponentCall] | ComponentCall | str,
+  calls: Sequence[Component] | Component,
 ) -> list[tuple[str, float, str, dict[str, Any]]]:
   """Separates the weights of a sum of graders; repeated names are numbered.
 

@@ -11,6 +11,7 @@ import re
 from collections.abc import Callable, Sequence
 from typing import Literal
 
+from jaxrl.component_table import ComponentTable
 from jaxrl.options import require_package
 
 Relation = Literal['at least', 'less than', 'at most', 'exactly']
@@ -439,15 +440,19 @@ def response_language(reply: str, *, language: str) -> bool:
     return True
 
 
-CONSTRAINTS: dict[str, Callable[..., bool]] = {
-  check.__name__: check
-  for check in (
-    *(existence, frequency, forbidden_words, letter_frequency),
-    *(number_words, number_sentences, number_paragraphs, nth_paragraph_first_word),
-    *(number_placeholders, postscript, number_bullet_lists, constrained_response),
-    *(number_highlighted_sections, multiple_sections, json_format, title),
-    *(two_responses, repeat_prompt, end_checker, quotation),
-    *(capital_word_frequency, english_capital, english_lowercase, no_comma),
-    response_language,
-  )
-}
+CONSTRAINTS = ComponentTable[Callable[..., bool]](
+  'constraint',
+  "grader 'instructions'",
+  {
+    check.__name__: check
+    for check in (
+      *(existence, frequency, forbidden_words, letter_frequency),
+      *(number_words, number_sentences, number_paragraphs, nth_paragraph_first_word),
+      *(number_placeholders, postscript, number_bullet_lists, constrained_response),
+      *(number_highlighted_sections, multiple_sections, json_format, title),
+      *(two_responses, repeat_prompt, end_checker, quotation),
+      *(capital_word_frequency, english_capital, english_lowercase, no_comma),
+      response_language,
+    )
+  },
+)

@@ -5,8 +5,7 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall
-from jaxrl.component_table import as_call
+from jaxrl.component_table import Component
 from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
 from jaxrl.options import check_options, unknown_name_error
@@ -16,7 +15,7 @@ ConstraintCheck = Callable[[str], bool]
 
 def make_instructions_grader(
   *,
-  rules: tuple[ComponentCall, ...] = (),
+  rules: tuple[Component, ...] = (),
   strict: bool = False,
   loose: bool = False,
 ) -> GraderPart:
@@ -42,10 +41,7 @@ def make_instructions_grader(
   Raises:
     ValueError: If a name or option in `rules` is unknown.
   """
-  fixed_checks = [
-    _make_check(call.name, call.options)
-    for call in ([as_call(rules)] if isinstance(rules, str | ComponentCall) else rules)
-  ]
+  fixed_checks = [_make_check(*call) for call in CONSTRAINTS.calls(rules)]
 
   def grade(reply: str, item: TaskItem) -> float:
     checks = fixed_checks or [

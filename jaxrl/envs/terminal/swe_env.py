@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_table import Component
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import MIB, ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -68,8 +68,8 @@ class SweEnv:
     self,
     *,
     repos: str = '',
-    sandbox: ComponentCall = ComponentCall('local'),
-    shell: ComponentCall = ComponentCall('shell'),
+    sandbox: Component = 'local',
+    shell: Component = 'shell',
     workdir: str = '/testbed',
     setup: str = '',
     test_command: str = PYTEST_COMMAND,
@@ -98,8 +98,8 @@ class SweEnv:
   def check(
     *,
     repos: str = '',
-    sandbox: ComponentCall = ComponentCall('local'),
-    shell: ComponentCall = ComponentCall('shell'),
+    sandbox: Component = 'local',
+    shell: Component = 'shell',
     **other_options: Any,
   ) -> None:
     """Checks the options.

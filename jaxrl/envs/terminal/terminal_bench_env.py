@@ -12,8 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
-from jaxrl.component_calls import ComponentCall
-from jaxrl.component_table import as_call
+from jaxrl.component_table import Component, as_call
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -61,8 +60,8 @@ class TerminalBenchEnv:
     self,
     *,
     tasks: str = '',
-    sandbox: ComponentCall = ComponentCall('local'),
-    shell: ComponentCall = ComponentCall('shell'),
+    sandbox: Component = 'local',
+    shell: Component = 'shell',
     build: Literal['run', 'copy'] = 'run',
     test_command: str = '',
     time_factor: float = 1.0,
@@ -85,8 +84,8 @@ class TerminalBenchEnv:
   def check(
     *,
     tasks: str = '',
-    sandbox: ComponentCall = ComponentCall('local'),
-    shell: ComponentCall = ComponentCall('shell'),
+    sandbox: Component = 'local',
+    shell: Component = 'shell',
     **other_options: Any,
   ) -> None:
     """Checks the options.
