@@ -7,6 +7,7 @@
 # make bench-gpu   one GPU (PYTHON has jax[cuda13]), all parts or PART=train, decode, …
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
+# make test-cluster  examples/cluster against published schemas, in .venv-cluster
 # make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
 # make env-real    real tokenizers, templates and weights in .real/, for tests marked real
 # make docs        the documentation site in site/, in .venv-docs; make test-docs tests it
@@ -24,9 +25,9 @@ SIZE ?= toy
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env env-vllm env-envs env-targets env-docs env-real quickstart test test-ray \
+.PHONY: env env-vllm env-envs env-cluster env-targets env-docs env-real quickstart test test-ray \
   test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized coverage test-core \
-  test-vllm test-wheel test-envs test-targets docs test-docs bench bench-peers bench-gpu lint \
+  test-vllm test-wheel test-envs test-cluster test-targets docs test-docs bench bench-peers bench-gpu lint \
   format bazel clean recipes chaos
 
 env: $(VENV)/.ready
@@ -52,6 +53,16 @@ env-vllm:
 
 env-envs:
 	$(MAKE) env VENV=.venv-envs EXTRAS=dev,envs
+
+# Packages that bring schemas of what examples/cluster has, and nothing of ours.
+env-cluster: .venv-cluster/.ready
+
+.venv-cluster/.ready: tests/examples/cluster_schemas.txt
+	$(PYTHON) -m venv .venv-cluster
+	.venv-cluster/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-cluster/bin/uv pip install --quiet --python .venv-cluster/bin/python \
+	  $(UV_SOURCES) --requirement $<
+	@touch $@
 
 # XLA for TPU and for CUDA, which compile here what runs elsewhere.
 env-targets:
@@ -123,6 +134,9 @@ ENVS = gem_env gymnasium_env reasoning_gym_env textarena_env
 test-envs: env-envs
 	.venv-envs/bin/python -m pytest -m 'not slow and not ray' \
 	  $(ENVS:%=tests/envs/test_%.py)
+
+test-cluster: env env-cluster
+	$(BIN)/python -m pytest tests/examples/test_cluster_files.py
 
 test-targets: env-targets
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets -n 2 \
