@@ -505,6 +505,12 @@ class ClusterOptions(Options):
           value,
           'needs cluster.ray=true, as a single process has one engine and one worker',
         )
+    if not self.address and self.host_timeout != 30.0:
+      raise OptionError(
+        'host_timeout',
+        self.host_timeout,
+        'needs cluster.address, as a run on this machine alone has no other host',
+      )
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,7 +12,7 @@ import dataclasses
 import logging
 import threading
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
@@ -283,18 +283,19 @@ class HostWatch:
       self._end([movable[name]])
       return
 
-  def _parts_on(self, node_id: str) -> dict[str, Any]:
-    """Returns the run's parts on a node by name."""
+  def _parts_by_node(self) -> dict[str, dict[str, Any]]:
+    """Returns the run's parts on each node, by name."""
     from ray._private import state
 
-    table = state.actors()
-    return {
-      name: actor
-      for name, actor in self._parts().items()
-      if (known := table.get(_actor_id(actor))) is not None
-      and known['Address']['NodeID'] == node_id
-      and known['State'] != 'DEAD'
-    }
+    table, nodes = state.actors(), defaultdict(dict)
+    for name, actor in self._parts().items():
+      known = table.get(_actor_id(actor))
+      if known is not None and known['State'] != 'DEAD':
+        nodes[known['Address']['NodeID']][name] = actor
+    return nodes
+
+  def _parts_on(self, node_id: str) -> dict[str, Any]:
+    return self._parts_by_node().get(node_id, {})
 
   def _end(self, actors: Collection[Any]) -> None:
     for actor in actors:
@@ -304,12 +305,12 @@ class HostWatch:
 
   def _check_disks(self) -> None:
     """Asks one part on each host how full the disk with Ray's files is."""
-    for host in self._hosts.values():
-      parts = {} if host.is_reported else self._parts_on(host.node_id)
-      if parts and host.node_id not in self._asked:
+    for node_id, parts in self._parts_by_node().items():
+      host = self._hosts.get(node_id)
+      if host and not host.is_reported and node_id not in self._asked:
         actor = list(parts.values())[-1]
         answer = actor.__ray_call__.remote(supervision.measure_disk)
-        self._asked[host.node_id] = answer, list(parts)
+        self._asked[node_id] = answer, list(parts)
     if not self._asked:
       return
     waiting = [answer for answer, _ in self._asked.values()]
