@@ -16,7 +16,6 @@
 #SBATCH --gpus-per-node=8
 #SBATCH --cpus-per-task=64
 #SBATCH --time=24:00:00
-#SBATCH --signal=TERM@300
 #SBATCH --requeue
 #SBATCH --open-mode=append
 set -euo pipefail
