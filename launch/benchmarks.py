@@ -165,9 +165,6 @@ BENCHMARKS = {
 def find_benchmark(name: str) -> Benchmark:
   """Returns the benchmark of a name.
 
-  Args:
-    name: One of BENCHMARKS.
-
   Raises:
     ConfigError: If there is none.
   """
@@ -308,10 +305,7 @@ def part_scores(
 ) -> dict[str, np.ndarray]:
   """Returns a benchmark's further scores of every task.
 
-  Args:
-    name: One of BENCHMARKS.
-    groups: The played groups, one per task.
-    rows: The rows of the data set, in order.
+  There is a group for each task; `rows` are those of the data set, in order.
 
   Returns:
     `[tasks]` float64 of each of `Benchmark.parts`, whose mean is the score.
@@ -334,12 +328,7 @@ def _mean_metric(group: Group, metric: str) -> float:
 
 
 def published_score(name: str, tag: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns the published score among those of a tag, with what it stands for.
-
-  Args:
-    name: One of BENCHMARKS.
-    tag: The tag's results, see `evaluation_results.summarize_tags`.
-  """
+  """Returns the published score of a `summarize_tags` tag, and what it stands for."""
   benchmark = BENCHMARKS[name]
   metric = benchmark.metric
   if metric == 'mean':

@@ -21,13 +21,20 @@ from launch.learner.learner_factory import (
 )
 from launch.logging.metric_sinks import MultiSink
 from launch.planning import memory_fit
+from launch.rollouts import offline_data
 from launch.rollouts.env_datasets import (
   RunDatasets,
   describe_seen,
   describe_tasks,
   load_datasets,
 )
-from launch.rollouts.group_sources import GroupSource, Players, make_group_source
+from launch.rollouts.group_samplers import make_group_sampler
+from launch.rollouts.group_sources import (
+  FileGroups,
+  GroupSource,
+  PlayedGroups,
+  Players,
+)
 from launch.rollouts.preparation import load_policy, name_formats, validate_run
 from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.runtime.runtime_factory import close_and_reraise, make_runtime
@@ -71,7 +78,7 @@ def build(
     players = None
     if rollouts is not None:
       players = Players(settings, rollouts, learns_here=not runtime.hosts_learner)
-    source = make_group_source(settings, policy, players, workdir=workdir, stop=stop)
+    source = _make_source(settings, policy, players, workdir, stop)
     teachers = None
     if batch_fields.teacher_fields(settings.algorithm):
       # Imported here because only algorithms that distil have teachers.
@@ -133,6 +140,32 @@ def _build_rollouts(
   rollouts = RolloutScheduler(settings, played, runtime, device_thread, datasets)
   asyncio.run(rollouts.check_prompts())
   return policy, rollouts
+
+
+def _make_source(
+  settings: RunSettings,
+  policy: LoadedModel,
+  players: Players | None,
+  workdir: pathlib.Path,
+  stop: Callable[[], bool],
+) -> GroupSource:
+  """Returns the source of the run's groups: files, a store, or its own episodes."""
+  if not settings.plays:
+    sampler = offline_data.make_offline_sampler(settings, policy.tokenizer)
+    return FileGroups(
+      sampler,
+      offline_data.count_steps(settings, sampler),
+      description=offline_data.describe(settings, sampler),
+      players=players,
+    )
+  if settings.experience_store is not None:
+    # Imported here because most runs play what they learn from.
+    from launch.rollouts.experience_store import StoredGroups
+
+    return StoredGroups(settings, policy, players, workdir=workdir, stop=stop)
+  assert players is not None
+  sampler = make_group_sampler(settings, policy, players.rollouts)
+  return PlayedGroups(settings, sampler, players)
 
 
 def _describe_replies(settings: RunSettings, policy: LoadedModel) -> str:

@@ -74,11 +74,7 @@ class TagProgress:
 
 
 def prepare_evaluation(config: Any, flags: dict[str, str]) -> list[int]:
-  """Applies the flags to the config.
-
-  Args:
-    config: The config, changed in place.
-    flags: The command's flags by name.
+  """Applies the flags to the config, in place.
 
   Returns:
     The values of k for pass@k and majority@k.
@@ -178,13 +174,6 @@ def evaluate(
 ) -> dict[str, Any]:
   """Plays and scores all tags and shows the scores.
 
-  Args:
-    job: Parts that play.
-    settings: Settings of the run.
-    ks: Values of k for pass@k and majority@k.
-    console: Shows scores and progress.
-    benchmark: Name of the benchmark that is played; '' for none.
-
   Returns:
     The scores as JSON data.
   """
@@ -217,13 +206,7 @@ def evaluate(
 def score_benchmark(
   name: str, tag: dict[str, Any], groups: Sequence[Any], settings: 'RunSettings'
 ) -> dict[str, Any]:
-  """Adds a benchmark's further scores to those of its tag.
-
-  Args:
-    name: The benchmark.
-    tag: Results of its tag, changed in place.
-    groups: The played groups.
-    settings: Settings of the run.
+  """Adds a benchmark's further scores to those of its tag, in place.
 
   Returns:
     The published score, with what it stands for.
@@ -242,9 +225,6 @@ def score_benchmark(
 
 def load_config(command: command_line.Command) -> Any:
   """Returns the config of a command line: a file's, or a benchmark's.
-
-  Args:
-    command: The command line.
 
   Raises:
     ConfigError: For flags or keys that cannot be.

@@ -45,13 +45,6 @@ class EpisodeScreen:
   def __init__(
     self, console: Console, decode: Callable[[list[int]], str], *, ids: bool = True
   ):
-    """Creates a screen.
-
-    Args:
-      console: The console to write to.
-      decode: Turns token ids into text with special tokens.
-      ids: Whether to show token ids too.
-    """
     self._console, self._decode, self._ids = console, decode, ids
     self._shown = self._turns = 0
 
@@ -98,13 +91,13 @@ class EpisodeScreen:
       start = end
 
   def _show_span(self, cache: 'RolloutCache', start: int, end: int) -> None:
+    self._console.say()
     written = cache.mask[start]
     count = f'{end - start} token{"s" * (end - start > 1)}, {start} to {end - 1}'
     if written:
       self._turns += 1
       logprob = sum(cache.logprobs[start:end]) / (end - start)
       versions = sorted(set(cache.versions[start:end]))
-      self._console.say()
       self._console.say(
         f'turn {self._turns}: the model wrote {count} · mask 1 · '
         f'mean log-prob {logprob:.3f} · weights of step '
@@ -112,7 +105,6 @@ class EpisodeScreen:
         style='bold',
       )
     else:
-      self._console.say()
       self._console.say(f'the model is given {count} · mask 0', style='bold')
     for stop, image in cache.images:
       if start < stop <= end:
@@ -183,12 +175,6 @@ async def play_one_episode(
 ) -> int:
   """Plays one episode.
 
-  Args:
-    job: Parts that play, as `make_player` returns them.
-    screen: Shows the episode.
-    episode: Index of the episode.
-    sample: Index of the sample in its group.
-
   Returns:
     The exit status: 0, 1 for a failed episode, 2 if there is no such episode.
   """
@@ -215,11 +201,11 @@ def main(argv: Sequence[str]) -> int:
     command_line.check_algorithm(config)
     episode, sample = command.flag('episode', int), command.flag('sample', int)
     ids = command.flag('ids', bool)
-    from launch.rollouts.inference_job import make_player  # imports JAX: seconds
+    from launch.rollouts.inference_job import Player  # imports JAX: seconds
     from launch.settings.resolve import resolve_settings
 
     console = Console()
-    job = make_player(resolve_settings(config))
+    job = Player(resolve_settings(config))
     screen = EpisodeScreen(console, job.decode, ids=ids)
   except (ValueError, OSError) as error:
     print_error(error)

@@ -271,7 +271,7 @@ def _run(
   workdir.record(**job.facts)
   how = 'now; what is in play is played again'
   with SignalHandler(console.warn, console.restore, how=how) as stop:
-    finished = asyncio.run(job.play(console, stop))
+    finished = asyncio.run(job.run(lambda: job.play(console, stop)))
   workdir.end('finished' if finished else 'stopped')
   title = 'Finished.' if finished else 'Stopped; the same command resumes.'
   console.closing(title, job.closing)
@@ -282,6 +282,7 @@ class DatasetRolloutJob:
   """Plays a data set and writes its trajectories.
 
   Attributes:
+    run: Awaits work and closes everything, see `InferenceJob.run`.
     facts: Facts to show before the run, by label.
     closing: Facts to show after the run, by label.
   """
@@ -290,12 +291,6 @@ class DatasetRolloutJob:
     self, settings: 'RunSettings', folder: pathlib.Path, mode: str, part_size: int
   ):
     """Creates the parts.
-
-    Args:
-      settings: Settings of the run.
-      folder: Folder of the run.
-      mode: 'train' or 'val'.
-      part_size: Tasks per output file.
 
     Raises:
       ConfigError: For invalid settings, before any episode is played.
@@ -316,12 +311,8 @@ class DatasetRolloutJob:
     self._columns: Any
     self._ledger: Any
     if dump.store is None:
-      self._columns, writer = open_dump(
-        mode,
-        folder.absolute(),
-        dump,
-        env_columns(settings),
-      )
+      columns = env_columns(settings)
+      self._columns, writer = open_dump(mode, folder.absolute(), dump, columns)
     validate_run(settings)
     if dump.store is not None:  # which is trained on
       validate_sampling(settings)
@@ -336,12 +327,13 @@ class DatasetRolloutJob:
         self._columns.formats = name_formats(settings, policy)
         self._ledger = DumpJournal(folder / 'ledger', writer, part_size=part_size)
       else:
-        target = open_store_target(settings, folder, policy.tokenizer)
-        self._columns, self._ledger, self._where = target
+        self._columns, self._ledger, self._where = open_store_target(
+          settings, folder, policy.tokenizer
+        )
       return policy, plays
 
-    self._job = InferenceJob(settings, make_parts)
-    self._rollouts = self._job.plays
+    job = InferenceJob(settings, make_parts)
+    self.run, self._rollouts = job.run, job.plays
     sets = settings.evaluations.values()
     self._group_size = next(evaluation.group_size for evaluation in sets)
     self._model = settings.model.name
@@ -353,23 +345,15 @@ class DatasetRolloutJob:
       'dump': self._where,
       'columns': ', '.join(f'{n} {kind}' for n, kind in self._columns.types.items()),
     }
-    if self._job.description:
-      self.facts['placement'] = self._job.description
+    if job.description:
+      self.facts['placement'] = job.description
     self.closing = {'trajectories': self._where}
 
   async def play(self, console: Console, stop: Any) -> bool:
-    """Plays the data set, then closes everything.
+    """Plays the data set; returns False if it was stopped before the end.
 
-    Args:
-      console: Shows the progress.
-      stop: Returns True once the user asked to stop.
-
-    Returns:
-      False if it was stopped before the end.
+    `run` of the job closes everything after it.
     """
-    return await self._job.run(lambda: self._play(console, stop))
-
-  async def _play(self, console: Console, stop: Any) -> bool:
     sizes = await self._rollouts.sizes()
     kept = sum(
       sum(item < size for item in self._ledger.played_items(tag))

@@ -365,8 +365,12 @@ class TrainPhase:
       self._tracer.add_metrics(metrics)
     sink = self._parts.sink
     sink.write(step, metrics)
-    sink.logprobs(step, self._learner.old_logprobs)
-    sink.trajectories(step, groups, self._learner.advantages)
+    sink.trajectories(
+      step,
+      groups,
+      self._learner.advantages,
+      logprobs=self._learner.old_logprobs,
+    )
 
   async def close(self) -> None:
     """Writes the trace that is being taken, if any."""

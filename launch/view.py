@@ -30,14 +30,7 @@ python -m launch.view [RUNS_DIR] [--port=PORT]
 
 
 async def view(root: pathlib.Path, token: str, port: int, console: Console) -> None:
-  """Serves until Ctrl-C or SIGTERM.
-
-  Args:
-    root: Folder of the runs.
-    token: Token of the URL.
-    port: Port to listen on; 0 chooses a free one.
-    console: Shows the URL.
-  """
+  """Serves until Ctrl-C or SIGTERM."""
   from launch.report.view_server import serve_view
 
   stop, loop = asyncio.Event(), asyncio.get_running_loop()

@@ -18,7 +18,7 @@ from rich.console import Console as Terminal
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.text import Text
 
-from launch.logging.metric_sinks import Metrics, MetricSink
+from launch.logging.metric_sinks import Metrics, MetricSink, is_trained
 
 # What a line shows, in this order, of what a step has: metric → (label, format).
 COLUMNS = {
@@ -144,21 +144,20 @@ class Console(MetricSink):
     for name in OWN:
       logging.getLogger(name).setLevel(level.upper())
 
-  def bar(self, field: str) -> Progress:
-    """Makes a progress bar.
-
-    Args:
-      field: The task's field whose text is shown beside the bar.
-    """
-    return Progress(
+  def start_bar(self, name: str, total: int | None, done: int) -> tuple[Progress, Any]:
+    """Starts a progress bar; returns it and its task, with a field `status`."""
+    progress = Progress(
       TextColumn('[bold]{task.description}'),
       BarColumn(bar_width=40, complete_style='cyan', finished_style='green'),
       MofNCompleteColumn(),
-      TextColumn(f'[dim]{{task.fields[{field}]}}'),
+      TextColumn('[dim]{task.fields[status]}'),
       console=self.terminal,
       transient=True,
       refresh_per_second=4,
     )
+    task = progress.add_task(name, total=total, completed=done, status='')
+    progress.start()
+    return progress, task
 
   def phase(self, name: str, total: int | None, start: int = 0) -> None:
     """Announces a phase and starts its progress bar."""
@@ -172,21 +171,17 @@ class Console(MetricSink):
     else:
       self.say(name)
     if self.live:
-      self._progress = self.bar('pace')
-      self._task = self._progress.add_task(name, total=total, completed=start, pace='')
-      self._progress.start()
+      self._progress, self._task = self.start_bar(name, total, start)
 
   def write(self, step: int, metrics: Metrics) -> None:
     """Prints the metrics of a step and moves the progress bar."""
     evals = {k: v for k, v in metrics.items() if k.startswith('eval/')}
-    trained = step < (self._total or step + 1) and any(
-      name.startswith(('loss/', 'reward/')) for name in metrics
-    )
+    trained = step < (self._total or step + 1) and is_trained(metrics)
     if trained:
       self._clock.tick(step + 1)
     pace = self._clock.pace(self._total)
     if self._progress:
-      self._progress.update(self._task, completed=self._clock.done, pace=pace)
+      self._progress.update(self._task, completed=self._clock.done, status=pace)
     if trained and not self._skip(step):
       left = '' if self.live else self._clock.left(self._total)
       self.terminal.print(self._line(step, metrics, left))

@@ -80,20 +80,12 @@ def find_page(text: str) -> str:
 
 
 def with_flags(text: str) -> str:
-  """Returns a text in which keys of the config are written as on the command line.
-
-  Args:
-    text: What the library says, which names options alone.
-  """
+  """Returns a text in which keys of the config are written as on the command line."""
   return _KEY.sub(r'--config.\g<0>', text)
 
 
 def print_error(error: Exception | str) -> None:
-  """Prints an error to stderr, with the page that explains it.
-
-  Args:
-    error: The error, or its text.
-  """
+  """Prints an error to stderr, with the page that explains it."""
   text = str(error)
   if isinstance(error, Exception) and is_refusal(error):
     text = with_flags(text)
@@ -106,9 +98,6 @@ def is_refusal(error: BaseException) -> bool:
 
   These are ConfigErrors, and ValueErrors that the package itself raises, in contrast to
   those that arise in what it calls.
-
-  Args:
-    error: The error.
   """
   if isinstance(error, ConfigError):
     return True
@@ -126,9 +115,6 @@ def is_refusal(error: BaseException) -> bool:
 def describe_user_error(error: Exception) -> str:
   """Describes an error of a user's own code, with the file and line in that code.
 
-  Args:
-    error: The error.
-
   Returns:
     One line; '' for an error that arose elsewhere.
   """
@@ -141,9 +127,6 @@ def describe_user_error(error: Exception) -> str:
 
 def report_user_error(error: Exception) -> int:
   """Prints an error of a user's own code in one line.
-
-  Args:
-    error: The error.
 
   Returns:
     1, the exit status.

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, require_package
 from launch.logging.workdir import write_atomically
 
 if TYPE_CHECKING:  # a wrong command line is answered before JAX is imported
@@ -67,15 +67,17 @@ class MetricSink:
     groups: 'Sequence[Group]',
     advantages: Any = None,
     kind: str = 'train',
+    logprobs: Any = None,
   ) -> None:
-    """Takes what was played at a step, see `MultiSink.trajectories`."""
-
-  def logprobs(self, step: int, logprobs: Any) -> None:
-    """Takes the learner's log-probs of what `trajectories` shows next.
+    """Takes what was played at a step.
 
     Args:
       step: The step.
-      logprobs: Rows as those of its `advantages`; None if they were not scored.
+      groups: What was played.
+      advantages: One row for each trajectory, in the order of `groups` laid end to end;
+        `[B, T]` or a list of `[T]`. Entries beyond a trajectory's length are padding.
+      kind: 'train' or 'eval'.
+      logprobs: The learner's log-probs, as `advantages`; None if they were not scored.
     """
 
   def decode_with(self, decode: Decode) -> None:
@@ -137,18 +139,10 @@ class MultiSink:
     groups: 'Sequence[Group]',
     advantages: Any = None,
     kind: str = 'train',
+    logprobs: Any = None,
   ) -> None:
-    """Shows what was played at `step`.
-
-    advantages: one row for each trajectory, in the order of `groups` laid end to end;
-      `[B, T]` or a list of `[T]`. Row entries beyond a trajectory's length are padding.
-    kind: 'train' or 'eval'.
-    """
-    self._each('trajectories', step, groups, advantages, kind)
-
-  def logprobs(self, step: int, logprobs: Any) -> None:
-    """Hands on the learner's log-probs of what `trajectories` shows next."""
-    self._each('logprobs', step, logprobs)
+    """Shows what was played at a step, see `MetricSink.trajectories`."""
+    self._each('trajectories', step, groups, advantages, kind, logprobs)
 
   def decode_with(self, decode: Decode) -> None:
     """Takes the function that turns token ids into text, special tokens shown."""
@@ -523,7 +517,7 @@ class Prometheus(MetricSink):
   of the latest values.
   """
 
-  def __init__(self, folder: pathlib.Path, port: int = 0):
+  def __init__(self, folder: pathlib.Path, *, port: int = 0):
     """Starts the server.
 
     Args:
@@ -533,18 +527,12 @@ class Prometheus(MetricSink):
     Raises:
       ConfigError: If the package is not installed, or the port cannot be used.
     """
-    try:
-      import prometheus_client
-    except ImportError as error:
-      raise ConfigError(
-        '--config.logging.sinks: prometheus needs the extra of that name: pip install '
-        "-e '.[prometheus]'"
-      ) from error
+    where = '--config.logging.sinks: prometheus'
+    require_package('prometheus_client', where, 'prometheus')
+    import prometheus_client
+
     if not 0 <= port < 2**16:
-      raise ConfigError(
-        f'--config.logging.sinks: prometheus(port={port}): a port is a number from 0 '
-        'to 65535'
-      )
+      raise ConfigError(f'{where}(port={port}): a port is a number from 0 to 65535')
     self._gauge_class = prometheus_client.Gauge
     self._registry = prometheus_client.CollectorRegistry()
     self._gauges: dict[str, Any] = {}
@@ -557,8 +545,7 @@ class Prometheus(MetricSink):
     except OSError as error:
       reason = 'is in use' if error.errno == errno.EADDRINUSE else f'failed: {error}'
       raise ConfigError(
-        f'--config.logging.sinks: prometheus(port={port}): the port {reason}; choose '
-        'another one, or port=0'
+        f'{where}(port={port}): the port {reason}; choose another one, or port=0'
       ) from error
     self.url = f'http://{PROMETHEUS_HOST}:{self._server.server_port}/metrics'
     log.info('metrics for Prometheus at %s', self.url)

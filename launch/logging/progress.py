@@ -44,9 +44,7 @@ class RolloutProgress:
     console.say(f'{name}: {total} episodes{again}')
     self._bar: Progress | None = None
     if console.live:
-      self._bar = console.bar('status')
-      self._task = self._bar.add_task(name, total=total, completed=start, status='')
-      self._bar.start()
+      self._bar, self._task = console.start_bar(name, total, start)
 
   def group(self, group: 'Group') -> None:
     """Notes that a group of episodes was played."""

@@ -9,6 +9,7 @@ import asyncio
 import dataclasses
 import functools
 import gzip
+import itertools
 import json
 import logging
 import os
@@ -18,6 +19,7 @@ import socket
 import sys
 import tempfile
 import time
+import types
 from collections import defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -78,14 +80,8 @@ class ProcessTrace:
 # ---- in every process
 
 
-class _ProcessState:
-  """The profile that this process is recording: its folder and its clock's time."""
-
-  folder: str | None = None
-  clock_time = 0.0
-
-
-_state = _ProcessState()
+# The profile that this process is recording: its folder and its clock's time.
+_state = types.SimpleNamespace(folder=None, clock_time=0.0)
 
 
 def start_spans(actor: Any, name: str) -> None:
@@ -199,11 +195,7 @@ class StepTracer:
       await self._finish(step)
 
   async def close(self, num_steps: int) -> None:
-    """Writes what there is of a trace whose last step was not reached.
-
-    Args:
-      num_steps: The number of steps that were taken.
-    """
+    """Writes what there is of a trace that ends after the `num_steps` steps taken."""
     if self._first is not None and num_steps > self._first:
       await self._finish(num_steps - 1)
     elif self._keeps_spans:
@@ -277,14 +269,11 @@ class StepTrace:
     with gzip.open(temporary, 'wt', compresslevel=5, encoding='utf-8') as file:
       file.write(f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},\n')
       file.write('"traceEvents":[\n')
-      for number, event in enumerate(self._events()):
+      events = itertools.chain(self._span_events(), self._profile_events())
+      for number, event in enumerate(events):
         file.write((',\n' if number else '') + json.dumps(event, separators=(',', ':')))
       file.write('\n]}\n')
     temporary.replace(path)
-
-  def _events(self) -> Iterator[Event]:
-    yield from self._span_events()
-    yield from self._profile_events()
 
   def _local_time(self, process: ProcessTrace, time_s: float) -> float:
     """Converts a time of a process to this process's `time.perf_counter`."""
@@ -432,9 +421,6 @@ def seconds_by_metric(trace: Mapping[str, Any]) -> dict[str, float]:
   """Sums a trace's spans to what the steps' metrics 'time/…' say.
 
   As in the metrics, times are of the learner's first process, and means of engines.
-
-  Args:
-    trace: The content of a trace file.
   """
   sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
   parts = {}

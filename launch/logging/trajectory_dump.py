@@ -79,25 +79,15 @@ class TrajectoryDump(MetricSink):
     self._sinks = {}
     self._mark = folder / MARK
     for mode in ('train', 'val'):
-      self._columns, sink = open_dump(
-        mode,
-        folder.absolute(),
-        dump,
-        columns,
-      )
+      self._columns, sink = open_dump(mode, folder.absolute(), dump, columns)
       sink.check(fresh=fresh)
       self._sinks[mode] = sink
     self._model = settings.model.name
     self._save_arrays = dump.save_arrays
-    self._logprobs: Any = None  # the learner's, of what is written next
 
   def formats(self, names: Mapping[str, str]) -> None:
     """Takes the names of how the model writes tool calls and thoughts."""
     self._columns.formats = dict(names)
-
-  def logprobs(self, step: int, logprobs: Any) -> None:
-    """Takes the learner's log-probs of what is written next."""
-    self._logprobs = logprobs
 
   def trajectories(
     self,
@@ -105,6 +95,7 @@ class TrajectoryDump(MetricSink):
     groups: Sequence[Group],
     advantages: Any = None,
     kind: str = 'train',
+    logprobs: Any = None,
   ) -> None:
     """Writes the played trajectories of a step, one file per environment tag.
 
@@ -114,9 +105,8 @@ class TrajectoryDump(MetricSink):
     mode = 'val' if kind == 'eval' else 'train'
     self._mark.touch()
     if kind == 'train' and self._save_arrays:
-      rows = {'advantages': advantages, 'old_logprobs': self._logprobs}
+      rows = {'advantages': advantages, 'old_logprobs': logprobs}
       groups = _with_rows(groups, rows)
-    self._logprobs = None
     for tag, played in _by_tag(groups).items():
       rows = [
         row

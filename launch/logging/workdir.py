@@ -107,15 +107,14 @@ class Workdir:
     old, new = flatten_keys(self._record['config']), flatten_keys(self.config)
     # An earlier version did not have all keys of this one, which are off unless set.
     old = {key: value for key, value in new.items() if not value} | old
-    differ = [
-      key
+    lines = {
+      key: f'{key} {old.get(key, ABSENT)!r} → {new.get(key, ABSENT)!r}'
       for key in sorted({*old, *new})
       if old.get(key, ABSENT) != new.get(key, ABSENT)
-    ]
-    lines = [f'{k} {old.get(k, ABSENT)!r} → {new.get(k, ABSENT)!r}' for k in differ]
+    }
     fixed = [
       line
-      for key, line in zip(differ, lines, strict=True)
+      for key, line in lines.items()
       if not any(fnmatch.fnmatch(key, pattern) for pattern in FREE)
     ]
     if fixed:
@@ -123,7 +122,7 @@ class Workdir:
         f'--workdir={self.path} holds a run with another config: {"; ".join(fixed)}. '
         'Set these back to resume it, or name another --workdir.'
       )
-    return lines
+    return list(lines.values())
 
   def record(self, **facts: Any) -> None:
     """Writes config.json: the config, and this launch with `facts` added."""

@@ -18,9 +18,6 @@ FIELD = re.compile(r'\{\{(\w+)\}\}')
 def read_asset(name: str) -> str:
   """Returns the text of a file in static/.
 
-  Args:
-    name: Name of the file, without a folder.
-
   Raises:
     FileNotFoundError: If there is no such file.
   """
@@ -36,9 +33,6 @@ def inline_modules(name: str) -> str:
   """Returns one script with a module and all modules that it imports, those first.
 
   Modules share one scope then, so no two may declare the same name at their top.
-
-  Args:
-    name: Name of the module in static/.
   """
   order: list[str] = []
 

@@ -54,9 +54,6 @@ def read_part(
 ) -> Iterator[tuple[int, int, Mapping[str, Any] | None]]:
   """Reads the rows of a part of a dump, or of samples.json.
 
-  Args:
-    path: The file.
-
   Yields:
     The place of each row (its byte, or its number), its size, and its columns; None for
     a line that is not a row.

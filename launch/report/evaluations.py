@@ -15,22 +15,13 @@ class EvaluationScore:
 
   Attributes:
     value: The value.
-    phase: The training phase that it belongs to.
     step: The step at which it was measured.
-    count: Number of tasks it averages, 0 if unknown.
+    interval: The 95% interval of a share of tasks by Wilson, None if unknown.
   """
 
   value: float
-  phase: str
   step: int
-  count: int = 0
-
-  @property
-  def interval(self) -> tuple[float, float] | None:
-    """The 95% interval of a share of `count` tasks by Wilson, None if unknown."""
-    if not self.count or not 0 <= self.value <= 1:
-      return None
-    return wilson_interval(self.value, self.count)
+  interval: tuple[float, float] | None
 
 
 def evaluation_scores(
@@ -46,13 +37,14 @@ def evaluation_scores(
   if name.startswith(f'{tag}/stop/'):  # a reason that ended nothing is not written
     rows = [{name: 0.0, **row} if f'{tag}/mean' in row else row for row in rows]
   measured = [row for row in rows if row.get(name) is not None]
-  count_name = f'{tag}/{COUNT}'
   result = []
   for row in measured:
     if row['phase'] != measured[-1]['phase']:
       continue
-    count = int(row.get(count_name) or 0)
-    result.append(EvaluationScore(row[name], row['phase'], row['step'], count))
+    value, count = row[name], int(row.get(f'{tag}/{COUNT}') or 0)
+    is_share = count and 0 <= value <= 1
+    interval = wilson_interval(value, count) if is_share else None
+    result.append(EvaluationScore(value, row['step'], interval))
   return result
 
 
@@ -69,12 +61,7 @@ def before_and_after(rows: Sequence[Mapping[str, Any]]) -> list[tuple]:
 
 
 def task_kind(rows: Sequence[Mapping[str, Any]], tag: str) -> str:
-  """Returns what an evaluation's tasks are: held out, or rows that are trained on too.
-
-  Args:
-    rows: Rows of metrics.jsonl.
-    tag: The evaluation set.
-  """
+  """Returns what the tasks of a set are: held out, or rows that are trained on too."""
   name = f'eval/{tag}/training_rows'
   shares = [row[name] for row in rows if row.get(name) is not None]
   if not shares:
@@ -83,10 +70,7 @@ def task_kind(rows: Sequence[Mapping[str, Any]], tag: str) -> str:
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-  """Returns all evaluation metrics before and after training, as JSON data.
-
-  Args:
-    rows: Rows of metrics.jsonl.
+  """Returns all evaluation metrics of metrics.jsonl before and after training, as JSON.
 
   Returns:
     For each metric its name, its first score, its last one (None if it was measured
@@ -103,16 +87,12 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     table.append(
       {
         'name': name.removeprefix('eval/'),
-        'first': _score_data(first),
-        'last': None if first.step == last.step else _score_data(last),
+        'first': dataclasses.asdict(first),
+        'last': None if first.step == last.step else dataclasses.asdict(last),
         'is_score': kind in ('mean', 'pass', 'majority'),
       }
     )
   return table
-
-
-def _score_data(score: EvaluationScore) -> dict[str, Any]:
-  return {'value': score.value, 'step': score.step, 'interval': score.interval}
 
 
 def format_gain(gain: float) -> str:

@@ -28,11 +28,7 @@ Part = dict[str, str]
 
 
 def message_texts(messages: Sequence[Any]) -> list[tuple[str, str]]:
-  """Returns the role and the text of each message; tool calls are text too.
-
-  Args:
-    messages: The messages, as chat templates take them.
-  """
+  """Returns the role and the text of each message; tool calls are text too."""
   texts = []
   for message in messages:
     if isinstance(message, Mapping):
@@ -43,11 +39,7 @@ def message_texts(messages: Sequence[Any]) -> list[tuple[str, str]]:
 
 
 def count_tool_calls(messages: Sequence[Any]) -> int:
-  """Returns the number of tool calls: those of messages, and those in their text.
-
-  Args:
-    messages: The messages.
-  """
+  """Returns the number of tool calls: those of messages, and those in their text."""
   count = 0
   for message in messages:
     if isinstance(message, Mapping) and message.get('role') == 'assistant':
@@ -59,9 +51,6 @@ def count_tool_calls(messages: Sequence[Any]) -> int:
 
 def message_parts(message: Mapping[str, Any]) -> list[Part]:
   """Returns the parts of a message, in order.
-
-  Args:
-    message: The message.
 
   Returns:
     Each a mapping with a `kind`: 'text' and 'thought' have a `text`; 'call' has a

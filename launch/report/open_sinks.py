@@ -1,6 +1,5 @@
 """Opens the metric sinks of a run."""
 
-import functools
 import importlib
 import sys
 from collections.abc import Callable
@@ -37,11 +36,6 @@ def open_sinks(
   A user's own, a subclass of `MetricSink`, is made by
   `Name(folder, config, **options)` with the run's folder and its config as plain data.
 
-  Args:
-    workdir: The run's folder.
-    console: The terminal.
-    settings: Which other sinks there are.
-
   Raises:
     ConfigError: For a sink or an option that does not exist.
   """
@@ -53,12 +47,8 @@ def open_sinks(
     'trackio': ('trackio', folder, workdir.config),
     'prometheus': (folder,),
   }
-  bound = {
-    name: functools.partial(sink_class, *arguments[name])
-    for name, sink_class in SINKS.items()
-  }
   known = ComponentTable[Callable[..., MetricSink]](
-    'sink', 'logging.sinks', bound, base=MetricSink
+    'sink', 'logging.sinks', SINKS, base=MetricSink
   )
   sinks: list[MetricSink] = []
   key = '--config.logging.sinks'
@@ -66,12 +56,12 @@ def open_sinks(
     name, sink_class, options = known.find(call, f'{key}: {call.name}')
     if name == 'tensorboard':
       _import_without_torch('tensorboardX')
-    if name not in known and not isinstance(sink_class, type):
+    if not isinstance(sink_class, type):
       raise ConfigError(
         f'{key}: {call.name}: it is a function; derive a class from '
         'launch.logging.metric_sinks.MetricSink'
       )
-    own_args = () if name in known else (folder, workdir.config)
+    own_args = arguments.get(name, (folder, workdir.config))
     sinks.append(sink_class(*own_args, **options))
   return MultiSink(
     [JsonLines(folder / 'metrics.jsonl'), console, *sinks], warn=console.warn

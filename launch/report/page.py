@@ -49,7 +49,6 @@ class ReportData:
     snapshots: Sample trajectories, see `launch.report.samples`.
     status: 'running', 'finished', 'stopped' or 'failed'.
     warnings: Lines to show above the charts.
-    num_rows: Rows of the whole file, if `rows` are some of them; 0 if they are all.
     num_trained: Training steps by phase, if `rows` are some of them.
     varying: (phase, name) of metrics that vary, also if they do not in `rows`.
   """
@@ -60,7 +59,6 @@ class ReportData:
   snapshots: Sequence[Mapping[str, Any]] = ()
   status: str = 'running'
   warnings: Sequence[str] = ()
-  num_rows: int = 0
   num_trained: Mapping[str, int] = dataclasses.field(default_factory=dict)
   varying: Collection[tuple[str, str]] = ()
 
@@ -191,11 +189,7 @@ def count_steps(run: ReportData) -> str:
 
 
 def run_seconds(rows: Sequence[Row]) -> float | None:
-  """Returns for how many seconds a run has written rows; None if it is not known.
-
-  Args:
-    rows: Rows of metrics.jsonl.
-  """
+  """Returns for how many seconds a run has written rows; None if it is not known."""
   walls = [row['time/wall'] for row in rows if row.get('time/wall')]
   if not walls:
     return None

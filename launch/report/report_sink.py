@@ -26,6 +26,7 @@ from launch.report import samples
 if TYPE_CHECKING:
   from jaxrl.training.diagnosis import Finding
   from jaxrl.types import Group
+  from launch.report.page import ReportData
 
 RENDER_INTERVAL_S = 10.0  # seconds between two renderings of a running run
 MAX_ROWS = 600  # of a phase that are kept, and as many with evaluations
@@ -44,7 +45,6 @@ class ReportSink(MetricSink):
   def __init__(self, folder: pathlib.Path):
     self.folder = folder
     self._decode: Decode | None = None
-    self._logprobs: Any = None  # the learner's, of the groups that come next
     self._path = folder / 'samples.json'
     self._snapshots = load_samples(self._path)
     self._history = MetricHistory(folder / 'metrics.jsonl')
@@ -65,16 +65,13 @@ class ReportSink(MetricSink):
     self._pool.submit(self._history.reset)  # its file may have been written anew
     self._snapshots = rows_before(self._snapshots, name, start, over=start == total)
 
-  def logprobs(self, step: int, logprobs: Any) -> None:
-    """Takes the learner's log-probs of the groups that come next."""
-    self._logprobs = logprobs
-
   def trajectories(
     self,
     step: int,
     groups: 'Sequence[Group]',
     advantages: Any = None,
     kind: str = 'train',
+    logprobs: Any = None,
   ) -> None:
     """Keeps a snapshot of the groups if one is due at this step."""
     if not groups:
@@ -87,9 +84,8 @@ class ReportSink(MetricSink):
       advantages,
       self._decode,
       kind,
-      logprobs=self._logprobs if kind == 'train' else None,
+      logprobs=logprobs,
     )
-    self._logprobs = None
     if kind != 'train' or samples.is_snapshot_due(step, self._total):
       self._take_snapshots(kind)
 
@@ -249,9 +245,6 @@ class _SpacedRows:
 def find_causes(history: MetricHistory) -> 'list[Finding]':
   """Names what is known about why the newest phase of a run did not learn.
 
-  Args:
-    history: The run's metrics.
-
   Returns:
     The findings; none if it learned.
   """
@@ -275,27 +268,40 @@ def write_report(
     Path of the page.
   """
   # Imported here because the page is first laid out after step 1.
-  from launch.report.page import ReportData, render_page
+  from launch.report.page import render_page
 
   history = history or MetricHistory(folder / 'metrics.jsonl')
   history.update()
-  record = folder / 'config.json'
-  findings = [] if status == 'running' else find_causes(history)
-  run = ReportData(
-    name=folder.resolve().name,
-    rows=history.rows(),
-    record=json.loads(record.read_text()) if record.exists() else {},
-    snapshots=load_samples(folder / 'samples.json'),
-    status=status,
-    warnings=[
-      f'{name} was not a finite number at some steps'
-      for name in sorted(history.non_finite)
-    ]
-    + [str(finding) for finding in findings],
-    num_rows=history.num_rows(),
-    num_trained=history.num_trained(),
-    varying=history.varying,
-  )
+  file = folder / 'config.json'
+  record = json.loads(file.read_text()) if file.exists() else {}
+  run = collect_report(folder, history, record, status)
   path = folder / 'report.html'
   write_atomically(path, render_page(run))
   return path
+
+
+def collect_report(
+  folder: pathlib.Path,
+  history: MetricHistory,
+  record: Mapping[str, Any],
+  status: str,
+) -> 'ReportData':
+  """Returns what the page of a run shows."""
+  from launch.report.page import ReportData
+
+  warnings = [
+    f'{name} was not a finite number at some steps'
+    for name in sorted(history.non_finite)
+  ]
+  if status != 'running':
+    warnings += map(str, find_causes(history))
+  return ReportData(
+    name=folder.resolve().name,
+    rows=history.rows(),
+    record=record,
+    snapshots=load_samples(folder / 'samples.json'),
+    status=status,
+    warnings=warnings,
+    num_trained=history.num_trained(),
+    varying=history.varying,
+  )

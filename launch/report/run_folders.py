@@ -11,13 +11,8 @@ from typing import Any
 
 from jaxrl.options import ConfigError
 from launch.logging.workdir import flatten_keys
-from launch.report.page import (
-  ReportData,
-  metric_rank,
-  run_seconds,
-  short_number,
-)
-from launch.report.report_sink import MetricHistory, find_causes, load_samples
+from launch.report.page import ReportData, metric_rank, run_seconds, short_number
+from launch.report.report_sink import MetricHistory, collect_report
 
 MAX_DEPTH = 5  # of folders below the one that is shown
 MAX_FOLDERS = 20_000  # that are looked into
@@ -29,10 +24,6 @@ MAX_SPARK_POINTS = 40
 # Keys that say where a run is rather than what it learns; runs that differ in no
 # others are repetitions.
 REPEATED = ('seed', 'trajectory_dump.path')
-
-
-class UnknownRunError(KeyError):
-  """No run has this name."""
 
 
 @dataclasses.dataclass
@@ -50,7 +41,7 @@ class RunFolder:
 
   def __post_init__(self):
     self.history = MetricHistory(self.folder / 'metrics.jsonl')
-    self._lock = threading.Lock()
+    self._lock = threading.RLock()
 
   def record(self) -> dict[str, Any]:
     """Returns the content of config.json; {} if it is absent or damaged."""
@@ -64,9 +55,6 @@ class RunFolder:
     """Returns 'running', 'finished', 'stopped' or 'failed'.
 
     It is 'ended' if its process is gone and did not say how.
-
-    Args:
-      record: Content of config.json.
     """
     launches = record.get('launches') or [{}]
     if _is_locked(self.folder / '.lock'):
@@ -96,25 +84,13 @@ class RunFolder:
 
   def report(self) -> ReportData:
     """Returns what the page of the run shows."""
-    rows, problem = self.rows()
     record = self.record()
-    warnings = [
-      f'{name} was not a finite number at some steps'
-      for name in sorted(self.history.non_finite)
-    ]
-    status = self.status(record)
-    if status != 'running':
-      warnings += map(str, find_causes(self.history))
-    return ReportData(
-      name=self.name if self.name != '.' else self.folder.resolve().name,
-      rows=rows,
-      record=record,
-      snapshots=load_samples(self.folder / 'samples.json'),
-      status=status,
-      warnings=[problem, *warnings] if problem else warnings,
-      num_rows=self.history.num_rows(),
-      num_trained=self.history.num_trained(),
-    )
+    with self._lock:
+      _, problem = self.rows()
+      run = collect_report(self.folder, self.history, record, self.status(record))
+    name = run.name if self.name == '.' else self.name
+    warnings = [problem, *run.warnings] if problem else run.warnings
+    return dataclasses.replace(run, name=name, warnings=warnings)
 
   def overview(self) -> dict[str, Any]:
     """Returns one line of the table of runs."""
@@ -170,14 +146,11 @@ class RunFolder:
     now = f'{stat.st_dev}-{stat.st_ino}'
     if file != now or since <= 0 or stat.st_size < since:
       rows, _ = self.rows()
-      return {
-        **_columns(rows),
-        'file': now,
-        'position': self.history.position,
-        'all': True,
-      }
-    rows, position = _rows_after(path, since)
-    return {**_columns(rows), 'file': now, 'position': position, 'all': False}
+      position, is_all = self.history.position, True
+    else:
+      rows, position = _rows_after(path, since)
+      is_all = False
+    return {**_columns(rows), 'file': now, 'position': position, 'all': is_all}
 
 
 def phase_steps(config: Mapping[str, Any], phase: str) -> int | None:
@@ -235,11 +208,7 @@ def _cell(row: Mapping[str, Any], name: str) -> Any:
 
 
 def repetition_key(config: Mapping[str, Any]) -> str:
-  """Returns a text that is equal for runs that differ in their seed alone.
-
-  Args:
-    config: The config of a run.
-  """
+  """Returns a text that is equal for runs that differ in their seed alone."""
   values = {k: v for k, v in flatten_keys(config).items() if k not in REPEATED}
   return json.dumps(values, sort_keys=True, default=str)
 
@@ -291,12 +260,10 @@ class RunCatalogue:
     """Returns all runs, by name."""
     with self._lock:
       if time.monotonic() - self._scanned > RESCAN_S:
-        names = {
-          _relative_name(folder, self.root): folder for folder in find_runs(self.root)
-        }
+        folders = {f.relative_to(self.root).as_posix(): f for f in find_runs(self.root)}
         self._runs = {
           name: self._runs.get(name) or RunFolder(name, folder)
-          for name, folder in sorted(names.items())
+          for name, folder in sorted(folders.items())
         }
         self._scanned = time.monotonic()
       return list(self._runs.values())
@@ -305,16 +272,9 @@ class RunCatalogue:
     """Returns a run by its name.
 
     Raises:
-      UnknownRunError: If there is none.
+      KeyError: If there is none.
     """
-    for run in self.runs():
-      if run.name == name:
-        return run
-    raise UnknownRunError(name)
-
-
-def _relative_name(folder: pathlib.Path, root: pathlib.Path) -> str:
-  return folder.relative_to(root).as_posix()
+    return {run.name: run for run in self.runs()}[name]
 
 
 def find_runs(root: pathlib.Path) -> list[pathlib.Path]:

@@ -4,7 +4,7 @@ A snapshot holds a few groups of one step, and a few samples of each group: thei
 as text with mask, log-prob, advantage and reward. It is plain JSON.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -90,9 +90,8 @@ def trajectory_record(
     logprobs: The learner's log-probs `[tokens]`, or None.
 
   Returns:
-    A dictionary whose `tokens` are [text, id, mask, log-prob, advantage, reward,
-    weights version], and, with `logprobs`, by how much that of the learner is larger;
-    and whose `images`, if it has any, are [name, data URL].
+    A dictionary whose `tokens` are those of `token_row`, without the last entry if
+    there are no `logprobs`; and whose `images`, if it has any, are [name, data URL].
   """
   count = len(trajectory.tokens)
   ids = [int(token) for token in trajectory.tokens]
@@ -100,18 +99,10 @@ def trajectory_record(
   positions = list(range(count))
   if count > MAX_TOKENS:  # the middle is left out
     positions = [*range(MAX_TOKENS // 2), *range(count - MAX_TOKENS // 2, count)]
-  tokens = []
-  for t in positions:
-    acts = bool(trajectory.action_mask[t])
-    advantage = round_finite(advantages[t]) if advantages is not None and acts else None
-    logprob = round_finite(trajectory.rollout_logprobs[t]) if acts else None
-    reward = round_finite(trajectory.rewards[t]) or 0
-    version = int(trajectory.weights_version[t]) if acts else None
-    token = [texts[t], ids[t], int(acts), logprob, advantage, reward, version]
-    if logprobs is not None:
-      difference = float(logprobs[t]) - float(trajectory.rollout_logprobs[t])
-      token.append(round_finite(difference) if acts else None)
-    tokens.append(token)
+  arrays = {**vars(trajectory), 'advantages': advantages, 'old_logprobs': logprobs}
+  tokens = [token_row(arrays, t, texts[t]) for t in positions]
+  if logprobs is None:
+    tokens = [token[:-1] for token in tokens]
   versions = trajectory.weights_version[trajectory.weights_version >= 0]
   pictures = _pictures(trajectory)
   return {
@@ -127,6 +118,31 @@ def trajectory_record(
     'tokens': tokens,
     **({'images': pictures} if pictures else {}),
   }
+
+
+def token_row(arrays: Mapping[str, Any], at: int, text: str) -> list[Any]:
+  """Returns a token as static/tokens.js takes it.
+
+  Args:
+    arrays: Arrays `[tokens]` by their names in a trajectory. `advantages` and the
+      learner's `old_logprobs` may be absent, or None.
+    at: Place of the token in them.
+    text: Its text.
+
+  Returns:
+    [text, id, mask, log-prob, advantage, reward, weights version, by how much the
+    learner's log-prob is larger]. None stands for what is not known.
+  """
+  token, acts = int(arrays['tokens'][at]), bool(arrays['action_mask'][at])
+  reward = round_finite(arrays['rewards'][at]) or 0
+  if not acts:
+    return [text, token, 0, None, None, reward, None, None]
+  logprob = float(arrays['rollout_logprobs'][at])
+  advantages, learner = arrays.get('advantages'), arrays.get('old_logprobs')
+  advantage = None if advantages is None else round_finite(advantages[at])
+  mismatch = None if learner is None else round_finite(float(learner[at]) - logprob)
+  version = int(arrays['weights_version'][at])
+  return [text, token, 1, round_finite(logprob), advantage, reward, version, mismatch]
 
 
 def _pictures(trajectory: 'Trajectory') -> list[tuple[str, str]]:

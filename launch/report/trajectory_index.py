@@ -8,6 +8,7 @@ Parquet; nothing is unpickled.
 
 import contextlib
 import dataclasses
+import functools
 import glob
 import os
 import pathlib
@@ -144,8 +145,8 @@ class TrajectoryIndex:
     self._lock = threading.Lock()  # of the connection that reads
     self._refreshing = threading.Lock()
     self._checked = float('-inf')
-    self._results: dict[TrajectoryQuery, tuple[int, np.ndarray]] = {}
-    self._facets: tuple[int, dict[str, Any]] = (-1, {})
+    self._matching_at = functools.lru_cache(MAX_QUERIES)(self._find_matching)
+    self._facets_at = functools.lru_cache(1)(self._count_facets)
     self.pending = 0
     self._path = self._find_path()
     self._read = self._open()
@@ -300,53 +301,39 @@ class TrajectoryIndex:
   def neighbours(
     self, query: TrajectoryQuery, name: str
   ) -> tuple[int | None, str | None, str | None]:
-    """Returns the position of a trajectory in a query's results, and the ids beside it.
-
-    Args:
-      query: The query.
-      name: Id of the trajectory.
-    """
+    """Returns the position of an id in a query's results, and the ids beside it."""
     rows = self._matching(query)
     row = self._query('SELECT row FROM rows WHERE id = ?', [name])
     at = np.flatnonzero(rows == (row[0][0] if row else -1))
     if not len(at):
       return None, None, None
     position = int(at[0])
-    ids = []
-    for other in (position - 1, position + 1):
-      inside = 0 <= other < len(rows)
-      id_rows = inside and self._query(
-        'SELECT id FROM rows WHERE row = ?', [int(rows[other])]
-      )
-      ids.append(id_rows[0][0] if id_rows else None)
-    return position, ids[0], ids[1]
+
+    def id_at(place: int) -> str | None:
+      if not 0 <= place < len(rows):
+        return None
+      ids = self._query('SELECT id FROM rows WHERE row = ?', [int(rows[place])])
+      return ids[0][0] if ids else None
+
+    return position, id_at(position - 1), id_at(position + 1)
 
   def _matching(self, query: TrajectoryQuery) -> np.ndarray:
     """Returns the numbers of the rows that match, in order."""
-    generation = self._generation()
-    known = self._results.get(query)
-    if known is not None and known[0] == generation:
-      return known[1]
-    text, values = query.sql()
-    matches = self._query(text, values)
-    rows = np.fromiter((row[0] for row in matches), np.int64, len(matches))
-    while len(self._results) >= MAX_QUERIES:
-      self._results.pop(next(iter(self._results)), None)
-    self._results[query] = generation, rows
-    return rows
+    return self._matching_at(query, self._generation())
+
+  def _find_matching(self, query: TrajectoryQuery, generation: int) -> np.ndarray:
+    matches = self._query(*query.sql())
+    return np.fromiter((row[0] for row in matches), np.int64, len(matches))
 
   def facets(self) -> dict[str, Any]:
     """Returns the values that can be asked for: modes, tags, reasons, ranges."""
-    generation = self._generation()
-    if self._facets[0] != generation:
-      self._facets = generation, self._count_facets()
-    return self._facets[1]
+    return self._facets_at(self._generation())
 
   def _generation(self) -> int:
     """Returns a number that changes when the index does, whoever changes it."""
     return self._query('PRAGMA data_version', [])[0][0]
 
-  def _count_facets(self) -> dict[str, Any]:
+  def _count_facets(self, generation: int) -> dict[str, Any]:
     counts = {
       name: self._query(
         f'SELECT {column}, count(*) FROM rows WHERE {column} IS NOT NULL '
@@ -361,11 +348,7 @@ class TrajectoryIndex:
     return {**counts, 'total': total, 'steps': [low, high]}
 
   def find(self, name: str) -> tuple[dict[str, Any], pathlib.Path, int, int] | None:
-    """Returns the row of an id, and the file, place and size of its content.
-
-    Args:
-      name: Id of a trajectory.
-    """
+    """Returns the row of an id, and the file, place and size of its content."""
     columns = ', '.join(SHOWN)
     matches = self._query(
       f'SELECT path, place, rows.size, {columns} FROM rows JOIN parts USING (part) '
@@ -378,11 +361,7 @@ class TrajectoryIndex:
     return dict(zip(SHOWN, values, strict=True)), pathlib.Path(path), place, size
 
   def group(self, name: str) -> list[dict[str, Any]]:
-    """Returns the rows of a group, by sample and turn.
-
-    Args:
-      name: Name of the group.
-    """
+    """Returns the rows of a group, by sample and turn."""
     members = self._query(
       f'SELECT {", ".join(SHOWN)} FROM rows WHERE grp = ? '
       f'ORDER BY sample, turn LIMIT {MAX_PAGE}',

@@ -2,12 +2,13 @@
 
 import json
 import pathlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl.data import json_codec
+from launch.logging.metric_sinks import Decode
 from launch.report.dump_rows import read_row
 from launch.report.message_text import (
   find_images,
@@ -15,24 +16,27 @@ from launch.report.message_text import (
   readable,
   with_stored_images,
 )
-from launch.report.samples import round_finite, token_texts
+from launch.report.samples import round_finite, token_row, token_texts
 from launch.report.trajectory_index import TrajectoryIndex
 
 MAX_TOKENS = 4000  # of one answer
 MAX_BRANCHES = 64  # rows of an episode that are compared
 MAX_MEMBERS = 64  # samples of a group that are shown
 MAX_CHARACTERS = 40_000  # of a sample beside others
-
-Decode = Callable[[list[int]], str]
+# What a trajectory has beside its row; samples of the report have less of it.
+NOTHING_SHOWN = {
+  'columns': {},
+  'metrics': {},
+  'extras': {},
+  'messages': [],
+  'start': 0,
+  'gap': None,
+  'branches': [],
+}
 
 
 def load_decoder(folder: pathlib.Path, record: Mapping[str, Any]) -> Decode | None:
-  """Returns what turns token ids of a run into text; None if it is not to be found.
-
-  Args:
-    folder: Folder of the run.
-    record: Content of its config.json.
-  """
+  """Returns what turns token ids of a run into text; None if it is not to be found."""
   model = (record.get('config') or {}).get('model') or {}
   checkpoint = str(model.get('checkpoint') or '')
   places = [folder / 'model', folder / 'export']
@@ -52,19 +56,9 @@ def load_decoder(folder: pathlib.Path, record: Mapping[str, Any]) -> Decode | No
 
 
 def show_trajectory(
-  index: TrajectoryIndex,
-  name: str,
-  decode: Decode | None,
-  *,
-  start: int = 0,
+  index: TrajectoryIndex, name: str, decode: Decode | None, *, start: int = 0
 ) -> dict[str, Any]:
   """Returns a trajectory with its tokens from `start` on, at most MAX_TOKENS.
-
-  Args:
-    index: The index of the run.
-    name: Id of the trajectory.
-    decode: Turns token ids into text.
-    start: Number of the first token.
 
   Raises:
     KeyError: If there is no such trajectory.
@@ -75,15 +69,21 @@ def show_trajectory(
     raise KeyError(name)
   row, path, place, size = entry
   columns = dict(read_row(path, place, size))
+  shown = {**NOTHING_SHOWN, **row, 'source': path.name}
   member = columns.pop('sample', None)
-  if isinstance(member, Mapping):
-    return {**row, 'source': path.name, **_show_sample(member)}
+  if isinstance(member, Mapping):  # of samples.json: its tokens, and no messages
+    return shown | {
+      'images': member.get('images', []),
+      'tokens': member['tokens'],
+      'num_tokens': member['length'],
+      'gap': member['gap'],
+      'decoded': True,
+      'has_arrays': True,
+    }
   content = _content(columns.pop('save_content', None), path)
   extras = content.get('extras') or {}
   tokens = _token_columns(content)
-  return {
-    **row,
-    'source': path.name,
+  return shown | {
     'columns': readable({**columns, **(content.get('columns') or {})}),
     'metrics': readable(content.get('metrics') or {}),
     'extras': readable(extras),
@@ -92,38 +92,14 @@ def show_trajectory(
     'tokens': _tokens(tokens, decode, start),
     'start': start,
     'num_tokens': len(tokens['tokens']) if tokens else 0,
-    'gap': None,
     'decoded': decode is not None,
     'branches': _branches(index, row, tokens),
     'has_arrays': bool(tokens),
   }
 
 
-def _show_sample(member: Mapping[str, Any]) -> dict[str, Any]:
-  """Returns a trajectory of samples.json, which has its tokens and no messages."""
-  return {
-    'columns': {},
-    'metrics': {},
-    'extras': {},
-    'images': member.get('images', []),
-    'messages': [],
-    'tokens': member['tokens'],
-    'start': 0,
-    'num_tokens': member['length'],
-    'gap': member['gap'],
-    'decoded': True,
-    'branches': [],
-    'has_arrays': True,
-  }
-
-
 def show_group(index: TrajectoryIndex, name: str) -> list[dict[str, Any]]:
-  """Returns the samples of a group with their conversations, to be shown side by side.
-
-  Args:
-    index: The index of the run.
-    name: Name of the group.
-  """
+  """Returns the samples of a group with their conversations, to show side by side."""
   members = []
   for row in index.group(name)[:MAX_MEMBERS]:
     content, messages = {}, []
@@ -225,26 +201,7 @@ def _tokens(
     return []
   ids = columns['tokens'][start : start + MAX_TOKENS].tolist()
   texts = token_texts(ids, decode)
-  advantages, learner = columns.get('advantages'), columns.get('old_logprobs')
-  token_rows = []
-  for at, (text, token) in enumerate(zip(texts, ids, strict=True), start):
-    acts = bool(columns['action_mask'][at])
-    logprob = float(columns['rollout_logprobs'][at])
-    advantage = None if advantages is None or not acts else advantages[at]
-    mismatch = None if learner is None or not acts else float(learner[at]) - logprob
-    token_rows.append(
-      [
-        text,
-        token,
-        int(acts),
-        round_finite(logprob) if acts else None,
-        None if advantage is None else round_finite(advantage),
-        round_finite(columns['rewards'][at]) or 0,
-        int(columns['weights_version'][at]) if acts else None,
-        None if mismatch is None else round_finite(mismatch),
-      ]
-    )
-  return token_rows
+  return [token_row(columns, at, text) for at, text in enumerate(texts, start)]
 
 
 def _branches(

@@ -53,12 +53,6 @@ class RunTrajectories:
   """Holds the index of one run, and brings it up to date in the background."""
 
   def __init__(self, run: RunFolder, pool: concurrent.futures.Executor):
-    """Opens the index.
-
-    Args:
-      run: The run.
-      pool: Runs the indexing.
-    """
     record = run.record()
     self.index = TrajectoryIndex(run.folder, dump_patterns(record, run.folder))
     self.decode = functools.cache(
@@ -104,20 +98,20 @@ class ViewServer:
       client_max_size=1 << 16, middlewares=[self._auth_middleware]
     )
     answers = {
-      'runs': self._list_runs,
-      'run': self._show_run,
-      'metrics': self._show_metrics,
-      'samples': self._show_samples,
-      'diff': self._show_diff,
-      'trajectories': self._list_trajectories,
-      'trajectory': self._show_trajectory,
-      'group': self._show_group,
+      'runs': _json(self._list_runs),
+      'run': _json(self._show_run),
+      'metrics': _json(self._show_metrics),
+      'samples': _json(self._show_samples),
+      'diff': _json(self._show_diff),
+      'trajectories': self._of_run(self._list_trajectories),
+      'trajectory': self._of_run(self._show_trajectory),
+      'group': self._of_run(self._show_group),
     }
     self.app.add_routes(
       [
         web.get('/{token}/', self._show_page),
         web.get('/{token}/static/{name}', self._send_asset),
-        *(web.get(f'/{{token}}/api/{n}', _json(call)) for n, call in answers.items()),
+        *(web.get(f'/{{token}}/api/{name}', answers[name]) for name in answers),
       ]
     )
 
@@ -170,109 +164,95 @@ class ViewServer:
     kind = 'text/javascript' if name.endswith('.js') else mimetypes.guess_type(name)[0]
     return web.Response(text=assets.read_asset(name), content_type=kind or 'text/plain')
 
-  # ---- runs
+  # ---- runs, on other threads
 
-  async def _run(self, request: web.Request, name: str = 'run') -> RunFolder:
-    return await asyncio.to_thread(self._catalogue.run, request.query.get(name, ''))
+  def _run(self, request: web.Request, name: str = 'run') -> RunFolder:
+    return self._catalogue.run(request.query.get(name, ''))
 
-  async def _list_runs(self, request: web.Request) -> Any:
-    def overviews() -> list[dict[str, Any]]:
-      return [run.overview() for run in self._catalogue.runs()]
-
-    runs = await asyncio.to_thread(overviews)
+  def _list_runs(self, request: web.Request) -> Any:
     return {
       'root': str(self._catalogue.root.resolve()),
-      'runs': runs,
+      'runs': [run.overview() for run in self._catalogue.runs()],
       'first': ['reward/mean', *FIRST],
     }
 
-  async def _show_run(self, request: web.Request) -> Any:
-    run = await self._run(request)
+  def _show_run(self, request: web.Request) -> Any:
+    run = self._run(request)
+    return {
+      **summarize_run(run.report()),
+      'id': run.name,
+      'launches': run.record().get('launches') or [],
+      'error': _read_error(run.folder),
+      'samples': _version(run.folder / 'samples.json'),
+    }
 
-    def describe() -> dict[str, Any]:
-      record = run.record()
-      return {
-        **summarize_run(run.report()),
-        'id': run.name,
-        'launches': record.get('launches') or [],
-        'error': _read_error(run.folder),
-        'samples': _version(run.folder / 'samples.json'),
-      }
-
-    return await asyncio.to_thread(describe)
-
-  async def _show_metrics(self, request: web.Request) -> Any:
-    run = await self._run(request)
+  def _show_metrics(self, request: web.Request) -> Any:
     since = _integer(request, 'since') or 0
-    return await asyncio.to_thread(run.metrics, since, request.query.get('file', ''))
+    return self._run(request).metrics(since, request.query.get('file', ''))
 
-  async def _show_samples(self, request: web.Request) -> Any:
-    run = await self._run(request)
-    snapshots = await asyncio.to_thread(load_samples, run.folder / 'samples.json')
-    return label_snapshots(snapshots)
+  def _show_samples(self, request: web.Request) -> Any:
+    return label_snapshots(load_samples(self._run(request).folder / 'samples.json'))
 
-  async def _show_diff(self, request: web.Request) -> Any:
-    first, second = [await self._run(request, name) for name in ('a', 'b')]
+  def _show_diff(self, request: web.Request) -> Any:
+    first, second = (self._run(request, name) for name in ('a', 'b'))
     configs = [run.record().get('config') or {} for run in (first, second)]
     return {'names': [first.name, second.name], 'keys': diff_configs(*configs)}
 
-  # ---- trajectories
+  # ---- trajectories, on other threads
 
-  async def _of_run(self, request: web.Request) -> tuple[RunTrajectories, bool]:
-    """Returns the trajectories of the run that is asked for, and if more will come."""
-    run = await self._run(request)
-    async with self._opening:  # requests of one page come together
-      if run.name not in self._trajectories:
-        opened = await asyncio.to_thread(RunTrajectories, run, self._pool)
-        self._trajectories[run.name] = opened
-    trajectories = self._trajectories[run.name]
-    return trajectories, await trajectories.refresh()
+  def _of_run(self, answer: Callable[..., Any]) -> _Handler:
+    """Returns what answers with the trajectories of the run that is asked for."""
 
-  async def _list_trajectories(self, request: web.Request) -> Any:
-    trajectories, is_indexing = await self._of_run(request)
+    async def handle(request: web.Request) -> web.Response:
+      run = await asyncio.to_thread(self._run, request)
+      async with self._opening:  # requests of one page come together
+        if run.name not in self._trajectories:
+          opened = await asyncio.to_thread(RunTrajectories, run, self._pool)
+          self._trajectories[run.name] = opened
+      trajectories = self._trajectories[run.name]
+      is_indexing = await trajectories.refresh()
+      data = await asyncio.to_thread(answer, request, trajectories, is_indexing)
+      return web.json_response(data)
+
+    return handle
+
+  def _list_trajectories(
+    self, request: web.Request, trajectories: RunTrajectories, is_indexing: bool
+  ) -> Any:
     index, query = trajectories.index, _read_query(request)
     offset, limit = (_integer(request, n) or 0 for n in ('offset', 'limit'))
+    return {
+      **index.select(query, max(offset, 0), limit or 50),
+      'facets': index.facets(),
+      'indexing': is_indexing,
+      'pending': index.pending,
+      'problems': sorted(index.problems.items()),
+    }
 
-    def select() -> dict[str, Any]:
-      return {
-        **index.select(query, max(offset, 0), limit or 50),
-        'facets': index.facets(),
-        'indexing': is_indexing,
-        'pending': index.pending,
-        'problems': sorted(index.problems.items()),
-      }
-
-    return await asyncio.to_thread(select)
-
-  async def _show_trajectory(self, request: web.Request) -> Any:
-    trajectories, _ = await self._of_run(request)
-    name, start = request.query.get('id', ''), _integer(request, 'start') or 0
-    query = _read_query(request)
-
-    def show() -> dict[str, Any]:
-      index = trajectories.index
-      shown = trajectory_view.show_trajectory(
-        index, name, trajectories.decode(), start=max(start, 0)
-      )
-      position, before, after = index.neighbours(query, name)
-      return {**shown, 'position': position, 'before': before, 'after': after}
-
-    return await asyncio.to_thread(show)
-
-  async def _show_group(self, request: web.Request) -> Any:
-    trajectories, _ = await self._of_run(request)
-    name = request.query.get('group', '')
-    members = await asyncio.to_thread(
-      trajectory_view.show_group, trajectories.index, name
+  def _show_trajectory(
+    self, request: web.Request, trajectories: RunTrajectories, is_indexing: bool
+  ) -> Any:
+    index, name = trajectories.index, request.query.get('id', '')
+    start, query = _integer(request, 'start') or 0, _read_query(request)
+    shown = trajectory_view.show_trajectory(
+      index, name, trajectories.decode(), start=max(start, 0)
     )
+    position, before, after = index.neighbours(query, name)
+    return {**shown, 'position': position, 'before': before, 'after': after}
+
+  def _show_group(
+    self, request: web.Request, trajectories: RunTrajectories, is_indexing: bool
+  ) -> Any:
+    name = request.query.get('group', '')
+    members = trajectory_view.show_group(trajectories.index, name)
     if not members:
       raise KeyError(name)
     return {'group': name, 'members': members}
 
 
-def _json(answer: Callable[[web.Request], Awaitable[Any]]) -> _Handler:
+def _json(answer: Callable[[web.Request], Any]) -> _Handler:
   async def handle(request: web.Request) -> web.Response:
-    return web.json_response(await answer(request))
+    return web.json_response(await asyncio.to_thread(answer, request))
 
   return handle
 

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 
 from jaxrl import group_stats
-from jaxrl.data.seeds import base_seed
 from jaxrl.data.trajectory_writers.dump_columns import DumpColumns
 from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
 from jaxrl.device_thread import DeviceThread
@@ -47,14 +46,8 @@ class DatasetRollout(RolloutScheduler):
   ):
     """Makes the engines.
 
-    Args:
-      settings: Settings of the run, with an evaluation set for each tag, of its name,
-        that says what is played.
-      policy: The model that plays, with its tokenizer.
-      runtime: Where engines, queues and workers are to live.
-      device_thread: The thread of this process's devices.
-      datasets: Data sets in traversal, by tag.
-      mode: 'train' or 'val'.
+    `settings` have an evaluation set for each tag, of its name, that says what is
+    played; `datasets` are in traversal, by tag.
     """
     self.mode = mode
     self._sets = settings.evaluations
@@ -71,12 +64,6 @@ class DatasetRollout(RolloutScheduler):
   def _num_tasks(self, tag: str) -> int:
     """Returns the most tasks to play; 0 for all rows of the data set."""
     return max(self._sets[tag].num_tasks, 0)
-
-  def _first_seed(self, tag: str) -> int:
-    return self._base_seed(tag)
-
-  def _base_seed(self, tag: str) -> int:
-    return base_seed(self._settings.seed, self.mode, tag)
 
   def _num_parallel_groups(self, tag: str) -> int:
     return max(

@@ -38,10 +38,6 @@ class RunDatasets(NamedTuple):
 def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
   """Loads the rows of tags and of evaluation sets. Those that are the same are shared.
 
-  Args:
-    settings: Settings of the run.
-    runtime: Where the data sets are to live.
-
   Raises:
     ConfigError: If an environment needs rows and no path is set.
   """
@@ -55,8 +51,7 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
 
   train: Datasets = dict.fromkeys(settings.training_tags)
   for tag in train:
-    env = settings.env[tag]
-    if uses_dataset(env.env_type, env.env_config):
+    if _reads_rows(settings, tag):
       tasks = settings.tasks[tag]
       if not tasks.path:
         raise _missing_path(f'env.{tag}', tag)
@@ -64,12 +59,10 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
       train[tag] = get(tasks.path, 'sample', tasks.options, key)
   tests: Datasets = dict.fromkeys(settings.active_evaluations)
   for name, evaluation in settings.active_evaluations.items():
-    tag = evaluation.tag
-    env = settings.env[tag]
-    if uses_dataset(env.env_type, env.env_config):
+    if _reads_rows(settings, evaluation.tag):
       path = evaluation_path(settings, name)
       options = {
-        **settings.tasks[tag].options,
+        **settings.tasks[evaluation.tag].options,
         'split': evaluation.split,
         'limit': _evaluation_limit(settings, name, path),
         'question_key': evaluation.question_key,
@@ -86,12 +79,13 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
   return RunDatasets(train, tests, {k: share for k, share in shares.items() if share})
 
 
+def _reads_rows(settings: RunSettings, tag: str) -> bool:
+  env = settings.env[tag]
+  return uses_dataset(env.env_type, env.env_config)
+
+
 def evaluation_path(settings: RunSettings, name: str) -> RowSources:
   """Returns the source of an evaluation set's tasks.
-
-  Args:
-    settings: Settings of the run.
-    name: The set.
 
   Raises:
     ConfigError: If there is none.
@@ -112,32 +106,18 @@ def _share_in(tasks: list[int], trained: list[int]) -> float:
 
 
 def named_training_rows(settings: RunSettings) -> dict[str, float]:
-  """Returns 1 for each evaluation set whose file is named as one of training rows.
-
-  Args:
-    settings: Settings of the run.
-  """
+  """Returns 1 for each evaluation set whose file is named as one of training rows."""
   seen = {}
   for name, evaluation in settings.active_evaluations.items():
-    env = settings.env[evaluation.tag]
-    if uses_dataset(env.env_type, env.env_config):
-      path = evaluation_path(settings, name)
-      sources = path if isinstance(path, tuple) else (path,)
-      files = [
-        one for one in sources if isinstance(one, str) and pathlib.Path(one).is_file()
-      ]
-      splits = {folder_splits.split_of_path(file) for file in files}
-      if len(files) == len(sources) and splits == {'train'}:
+    if _reads_rows(settings, evaluation.tag):
+      files = _files_alone(evaluation_path(settings, name))
+      if {folder_splits.split_of_path(file) for file in files} == {'train'}:
         seen[name] = 1.0
   return seen
 
 
 def describe_seen(shares: Mapping[str, float]) -> str:
-  """Says which evaluation sets have tasks that are trained on, in one line.
-
-  Args:
-    shares: The share of a set's tasks, by set.
-  """
+  """Says which evaluation sets have tasks that are trained on, in one line."""
   return '; '.join(
     f'{name} is evaluated on training rows'
     + ('' if share == 1 else f' in {share:.0%} of its tasks')
@@ -172,11 +152,14 @@ def is_trained_on(settings: RunSettings, name: str, path: RowSources = '') -> bo
   path = path or evaluation.path or sibling_split_path(tasks.path, evaluation.split)
   if path != tasks.path:
     return False
+  return evaluation.split == tasks.split or bool(_files_alone(path))
+
+
+def _files_alone(path: RowSources) -> list[str]:
+  """Returns the files of a source that has nothing else, which have no splits."""
   sources = path if isinstance(path, tuple) else (path,)
-  has_no_splits = all(
-    isinstance(source, str) and pathlib.Path(source).is_file() for source in sources
-  )
-  return evaluation.split == tasks.split or has_no_splits
+  files = [s for s in sources if isinstance(s, str) and pathlib.Path(s).is_file()]
+  return files if len(files) == len(sources) else []
 
 
 def check_limit(settings: RunSettings, overrides: Mapping[str, str | None]) -> None:
@@ -201,11 +184,7 @@ def check_limit(settings: RunSettings, overrides: Mapping[str, str | None]) -> N
 
 def describe_tasks(settings: RunSettings) -> str:
   """Names where the tasks of the run come from, in one line."""
-  reading = {
-    tag: env
-    for tag, env in settings.env.items()
-    if uses_dataset(env.env_type, env.env_config)
-  }
+  reading = [tag for tag in settings.env if _reads_rows(settings, tag)]
   shared = ''
   if reading or not settings.env:
     shared = describe_sources(settings.dataset.path)

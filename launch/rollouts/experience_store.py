@@ -1,11 +1,12 @@
 """Opens experience stores: the one that a run trains from, and those it writes."""
 
+import asyncio
 import hashlib
 import json
 import logging
 import pathlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxrl.algorithms import requirements
 from jaxrl.data.store.experience_reader import ExperienceReader
@@ -18,13 +19,15 @@ from jaxrl.data.store.reader_lease import ReaderLease
 from jaxrl.data.store.store_database import StoreDatabase
 from jaxrl.model_loading import LoadedModel
 from jaxrl.options import ConfigError
-from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.group_pipeline import GroupPipeline
-from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
 from jaxrl.rollout.queue.store_source import StoreGroupSource
 from jaxrl.training.checkpointing import Checkpointer
-from jaxrl.types import Group
 from launch.rollouts.group_samplers import make_group_sampler
+from launch.rollouts.group_sources import GroupSource, Metrics, Players
+from launch.rollouts.rollout_scheduler import (
+  make_filter_and_shaper,
+  tag_row_format,
+)
 from launch.settings.off_policy import max_staleness
 from launch.settings.run_settings import RunSettings
 
@@ -36,14 +39,11 @@ KEY = 'dataset.experience_store'
 def compatibility_facts(settings: RunSettings, tokenizer: Any) -> dict[str, Any]:
   """Returns what an explorer and the trainer must agree on, by name."""
   vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
-  auto = requirements.row_format(settings.algorithm)
   return {
     'tokenizer': hashlib.sha256(vocabulary).hexdigest()[:16],
     'temperature': float(settings.rollout.temperature),
   } | {
-    f'formulation of {tag}': auto
-    if settings.env[tag].row_format == 'auto'
-    else settings.env[tag].row_format
+    f'formulation of {tag}': tag_row_format(settings, tag)
     for tag in settings.training_tags
   }
 
@@ -54,55 +54,29 @@ def _config_key(fact: str) -> str:
   return {'tokenizer': 'model.checkpoint'}.get(fact, f'rollout.{fact}')
 
 
-def make_stored_sampler(
-  settings: RunSettings,
-  policy: LoadedModel,
-  *,
-  workdir: pathlib.Path,
-  stop: Callable[[], bool],
-) -> 'StoredGroupSampler':
-  """Returns the sampler over the run's experience store.
+class StoredGroups(GroupSource):
+  """Groups that other runs have played, from an experience store.
 
-  Args:
-    settings: Settings of the run.
-    policy: The model that trains, with its tokenizer.
-    workdir: Folder of the run.
-    stop: Returns True once the user asked to end.
-
-  Raises:
-    ConfigError: If another process trains, or trained, under this reader's name.
-  """
-  checkpointer = Checkpointer(workdir / 'checkpoints' / 'train')
-  fresh = checkpointer.latest_step is None
-  checkpointer.close()
-  return StoredGroupSampler(settings, policy, fresh=fresh, stop=stop)
-
-
-class StoredGroupSampler:
-  """Samples groups from an experience store, for a run that plays none itself.
-
-  Its position in the store is part of the run's checkpoints.
+  The position in the store is part of the run's checkpoints.
   """
 
   def __init__(
     self,
     settings: RunSettings,
     policy: LoadedModel,
+    players: Players | None,
     *,
-    fresh: bool,
+    workdir: pathlib.Path,
     stop: Callable[[], bool],
   ):
     """Opens the store.
 
-    Args:
-      settings: Settings of the run.
-      policy: The model that trains, with its tokenizer.
-      fresh: Whether the run has no checkpoint yet.
-      stop: Returns True once the user asked to end.
-
     Raises:
       ConfigError: If another process trains, or trained, under this reader's name.
     """
+    checkpointer = Checkpointer(workdir / 'checkpoints' / 'train')
+    fresh = checkpointer.latest_step is None
+    checkpointer.close()
     store = settings.experience_store
     assert store is not None
     self._database = StoreDatabase(store.url, KEY)
@@ -115,15 +89,17 @@ class StoredGroupSampler:
       if fresh:
         self._reader.check_fresh()
       self._groups = self._make_source(settings, policy, store.wait, stop)
-      self._sampler = make_group_sampler(settings, policy, self._groups)
-      self._groups.num_groups = self._sampler.groups_from_queue
+      sampler = make_group_sampler(settings, policy, self._groups)
+      self._groups.num_groups = sampler.groups_from_queue
       for facts in self._reader.writer_facts().values():
         self._groups.check_facts(facts)
     except BaseException:
-      self.close()
+      self._close_store()
       raise
+    super().__init__(sampler, players)
     rows = requirements.rows_per_group(settings.algorithm)
     self.num_rows = settings.batch.num_groups * rows
+    self.num_steps = settings.num_steps
     self._uses = store.uses
 
   def _make_source(
@@ -138,13 +114,10 @@ class StoredGroupSampler:
     facts = compatibility_facts(settings, policy.tokenizer)
     pipelines = {}
     for tag in settings.training_tags:
-      group_filter = make_group_filter(
-        settings.group_filters, settings.config, settings.env_manager_config(tag)
-      )
-      limits = {'max_length': settings.response_limit(tag)}
-      shaper = make_reward_shaper(settings.reward_shapers, limits)
       pipelines[tag] = GroupPipeline(
-        group_filter, shaper, min_samples=min_samples, needs_greedy=False
+        *make_filter_and_shaper(settings, tag),
+        min_samples=min_samples,
+        needs_greedy=False,
       )
     return StoreGroupSource(
       self._reader,
@@ -172,80 +145,55 @@ class StoredGroupSampler:
       f'{self._lease.name!r}, {self._reader.num_left():,} not used up'
     )
 
-  # ---- as a sampler
-
-  async def next(self, step: int) -> list[Group]:
-    """Waits for the groups of a step."""
-    return await self._sampler.next(step)
-
-  def metrics(self) -> dict[str, float]:
-    """Returns the sampler's own metrics."""
-    return self._sampler.metrics()
-
-  async def counts(self) -> dict[str, float]:
-    """Returns what was counted since the process began."""
-    return await self._groups.counts()
-
-  # ---- with checkpoints
-
-  def start(self, step: int, state: Mapping[str, Any] | None) -> None:
+  async def start(self, step: int, state: Mapping[str, Any]) -> list[asyncio.Task]:
     """Starts to read at `step`.
-
-    Args:
-      step: The step to go on with.
-      state: What the checkpoint holds of `state_dict`; None without a checkpoint.
 
     Raises:
       ConfigError: For a checkpoint of a run that played, or of another store.
     """
-    if state is None:
+    if not state:
       self._reader.begin()
-      return
-    if 'store' not in state:
+      return []
+    position = state['sampler']
+    if 'store' not in position:
       raise ConfigError(
         f'--config.{KEY}: the run in this --workdir has played its own '
         'episodes: name another --workdir to train from a store'
       )
-    self._reader.resume(step, state['store'])
-    self._sampler.load_state_dict(state['sampler'])
+    self._reader.resume(step, position['store'])
+    self._sampler.load_state_dict(position['sampler'])
+    return []
 
-  def state_dict(self) -> dict[str, Any]:
+  async def metrics(self, step: int) -> Metrics:
+    """Returns the sampler's and what the store's reader has counted."""
+    return await super().metrics(step) | await self._groups.counts()
+
+  async def state(self) -> dict[str, Any]:
     """Returns the position in the store and the sampler's state."""
-    return {'store': self._reader.state_dict(), 'sampler': self._sampler.state_dict()}
+    position = {'store': self._reader.state_dict(), **await super().state()}
+    return {'sampler': position}
 
-  def saved(self, step: int) -> None:
-    """Notes that the checkpoint of `step` is on disk."""
-    self._reader.mark_saved(step)
+  async def saved(self, step: int) -> None:
+    """Lets the store forget what no resumed run will read again."""
+    await asyncio.to_thread(self._reader.mark_saved, step)
 
-  def close(self) -> None:
+  async def close(self) -> None:
     """Gives up the reader's lease and closes the database."""
+    await super().close()
+    self._close_store()
+
+  def _close_store(self) -> None:
     self._lease.close()
     self._database.close()
 
 
-class StoreTarget(NamedTuple):
-  """Keeps the groups that a run plays in an experience store.
-
-  Attributes:
-    columns: Turns groups into rows of the store.
-    ledger: Writes them.
-    name: The store's name, for people.
-  """
-
-  columns: GroupSerializer
-  ledger: ExperienceWriter
-  name: str
-
-
 def open_store_target(
   settings: RunSettings, folder: pathlib.Path, tokenizer: Any
-) -> StoreTarget:
+) -> tuple[GroupSerializer, ExperienceWriter, str]:
   """Opens the store that `trajectory_dump.path` names, to write groups to it.
 
-  Args:
-    settings: Settings of the run.
-    folder: Folder of the run.
-    tokenizer: Tokenizer of the model that plays.
+  Returns:
+    What turns groups into rows of the store, what writes them, and the store's name.
 
   Raises:
     ConfigError: For `trajectory_dump.columns`, which a store does not have, and for a
@@ -265,4 +213,4 @@ def open_store_target(
   database = StoreDatabase(dump.store.url, 'trajectory_dump.path')
   facts = compatibility_facts(settings, tokenizer)
   ledger = ExperienceWriter(database, writer_run_id(folder), facts)
-  return StoreTarget(GroupSerializer(dump.store.version), ledger, database.name)
+  return GroupSerializer(dump.store.version), ledger, database.name

@@ -67,9 +67,6 @@ class InferenceJob:
 
     Engines that die meanwhile are replaced. Raises the root cause of an error.
 
-    Args:
-      work: Makes the work to be awaited.
-
     Returns:
       What the work returns.
     """
@@ -118,7 +115,9 @@ def make_evaluator(
 
 
 class Player:
-  """Holds one manager outside any queue, in this process, for `launch.play`.
+  """Plays one episode of the first tag, as training would, for `launch.play`.
+
+  Its manager lives in this process, outside any queue.
 
   Attributes:
     run: Awaits work once the engine has its weights, see `InferenceJob.run`.
@@ -127,25 +126,19 @@ class Player:
     base_seed: Seed of its episode 0.
   """
 
-  def __init__(self, settings: RunSettings, workdir: pathlib.Path):
-    """Makes the manager and its engine; one episode needs no other engine than ours."""
-    if settings.engine.traits.needs_ray:
+  def __init__(self, settings: RunSettings):
+    if settings.engine.traits.needs_ray:  # which one episode does not
       settings = override_settings(settings, {'rollout.engine': 'jax'})
-    evaluator = make_evaluator(settings, workdir, LocalRuntime())
-    rollouts: RolloutScheduler = evaluator.plays
-    tag = rollouts.tags[0]
+    with tempfile.TemporaryDirectory() as folder:
+      evaluator = make_evaluator(settings, pathlib.Path(folder), LocalRuntime())
+      rollouts: RolloutScheduler = evaluator.plays
+      tag = rollouts.tags[0]
+      self.manager = rollouts.manager(tag)
     self.run = evaluator.run
     self.decode: Callable[..., str] = evaluator.policy.tokenizer.decode
-    self.manager = rollouts.manager(tag)
     if not isinstance(self.manager, EnvManager):
       raise ConfigError(
         f'--config.env.{tag}.manager={settings.env[tag].manager}: launch.play shows '
         'the turns of an EnvManager, and this class is not derived from it'
       )
     self.base_seed = base_seed(settings.seed, 'train', tag)
-
-
-def make_player(settings: RunSettings) -> Player:
-  """Returns what plays one episode of the first tag, as training would."""
-  with tempfile.TemporaryDirectory() as folder:
-    return Player(settings, pathlib.Path(folder))

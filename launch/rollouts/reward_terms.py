@@ -167,11 +167,6 @@ def make_reward_pipeline(
   In one process the engines of judges and reward models share the devices with the
   run's own, in turn; of Ray actors each has a process to itself.
 
-  Args:
-    settings: Settings of the run.
-    runtime: Where those engines are to live.
-    device_thread: The thread of the shared devices.
-
   Raises:
     ConfigError: For a model or server that cannot be used.
   """

@@ -27,10 +27,10 @@ from jaxrl.rollout.env_manager import EnvManager
 from jaxrl.rollout.env_worker import make_env_manager, partition_envs
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.queue.group_allocation import allocate_groups
-from jaxrl.rollout.queue.group_filters import make_group_filter
+from jaxrl.rollout.queue.group_filters import GroupFilterChain, make_group_filter
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.rollout.queue.group_state import FailureLog
-from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
+from jaxrl.rollout.queue.reward_shaping import RewardShaper, make_reward_shaper
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
 from jaxrl.training import staleness
 from jaxrl.types import Group
@@ -46,10 +46,28 @@ NUM_TRIAL_TASKS = 8  # tasks that are begun before the run is
 TRIAL_REPLY = 'The answer is 1.'  # what graders are tried with
 
 
+def tag_row_format(settings: RunSettings, tag: str) -> str:
+  """Returns how the episodes of a tag become rows: as it says, or its algorithm."""
+  own = settings.env[tag].row_format
+  return requirements.row_format(settings.algorithm) if own == 'auto' else own
+
+
+def make_filter_and_shaper(
+  settings: RunSettings, tag: str
+) -> tuple[GroupFilterChain | None, RewardShaper | None]:
+  """Returns what drops groups of a tag, and what changes the rewards of the others."""
+  group_filter = make_group_filter(
+    settings.group_filters, settings.config, settings.env_manager_config(tag)
+  )
+  limits = {'max_length': settings.response_limit(tag)}
+  return group_filter, make_reward_shaper(settings.reward_shapers, limits)
+
+
 class RolloutScheduler:
   """Plays the episodes of a run, for training and for evaluation.
 
   Attributes:
+    mode: 'train' or 'val', which tasks it plays outside evaluations.
     engines: The engines themselves.
     engine: The router to all of them.
     weights: Brings the engines their weights.
@@ -59,6 +77,8 @@ class RolloutScheduler:
     seen_shares: See `RunDatasets`.
     queues: Group queues by tag, once training has started.
   """
+
+  mode = 'train'
 
   def __init__(
     self,
@@ -85,7 +105,6 @@ class RolloutScheduler:
     self._runtime = runtime
     self._group_size = settings.algorithm.group_size
     self._greedy = 'greedy_mask' in requirements.needs(settings.algorithm)
-    self._row_format = requirements.row_format(settings.algorithm)
     self.engines, self.engine, self.weights = make_engines(
       settings, policy, runtime, device_thread
     )
@@ -119,7 +138,7 @@ class RolloutScheduler:
 
   def _check_options(self) -> None:
     """Raises ConfigError for options that a manager or a queue refuses."""
-    for tag, make in self._example_managers().items():
+    for tag, (make, _) in self._example_managers().items():
       try:
         make().context.pool.close()
         if tag in self.tags:
@@ -129,18 +148,24 @@ class RolloutScheduler:
         text = f'{error} ({place})' if place else str(error)
         raise ConfigError(f'env.{tag} or rollout: {text}') from error
 
-  def _example_managers(self) -> dict[str, Callable[[], EnvManager]]:
-    """Returns a function for each tag that makes one of its managers.
+  def _base_seed(self, tag: str) -> int:
+    """Returns the seed of a tag's first task."""
+    return base_seed(self._settings.seed, self.mode, tag)
+
+  def _example_managers(self) -> dict[str, tuple[Callable[[], EnvManager], int]]:
+    """Returns for each tag what makes one of its managers, and its first task's seed.
 
     A manager plays training tasks; if its tag is only evaluated, those of its first
     evaluation set.
     """
-    makers: dict[str, Callable[[], EnvManager]] = {
-      tag: functools.partial(self.manager, tag) for tag in self.tags
+    makers: dict[str, tuple[Callable[[], EnvManager], int]] = {
+      tag: (functools.partial(self.manager, tag), self._base_seed(tag))
+      for tag in self.tags
     }
     for name, evaluation in self._settings.active_evaluations.items():
       make = functools.partial(self._evaluation_manager, name)
-      makers.setdefault(evaluation.tag, make)
+      seed = base_seed(self._settings.seed, 'val', name)
+      makers.setdefault(evaluation.tag, (make, seed))
     return makers
 
   async def check_prompts(self) -> None:
@@ -154,12 +179,11 @@ class RolloutScheduler:
       ConfigError: If none of a tag's tasks can be begun or graded, an environment has
         no method `step`, or a step returns something that cannot be used.
     """
-    for tag, make in self._example_managers().items():
+    for tag, (make, first_seed) in self._example_managers().items():
       manager = make()
       if not isinstance(manager, EnvManager):
         manager.context.pool.close()
         continue
-      first_seed = self._first_seed(tag)
       reasons = []
       for number in range(NUM_TRIAL_TASKS):
         cache = await manager.try_reset(number, base_seed=first_seed)
@@ -227,14 +251,6 @@ class RolloutScheduler:
       what = 'a trial step with an empty reply raised'
       self._failures.record(tag, what, describe_error(error))
 
-  def _first_seed(self, tag: str) -> int:
-    """The seed of the first of the tasks that `check_prompts` begins, as in the run."""
-    if tag in self.tags:
-      return base_seed(self._settings.seed, 'train', tag)
-    sets = self._settings.active_evaluations.items()
-    name = next(name for name, evaluation in sets if evaluation.tag == tag)
-    return base_seed(self._settings.seed, 'val', name)
-
   # ---- training
 
   def _groups_per_step(self, tag: str) -> int:
@@ -242,11 +258,10 @@ class RolloutScheduler:
     return allocate_groups(self._num_groups, shares)[tag]
 
   def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
-    settings, env = self._settings, self._settings.env[tag]
-    automatic = env.row_format == 'auto'
+    settings = self._settings
     return {
-      **env.episode,
-      'row_format': self._row_format if automatic else env.row_format,
+      **settings.env[tag].episode,
+      'row_format': tag_row_format(settings, tag),
       **settings.rollout.sampling,
       'tag': tag,
       'max_length': settings.batch.max_length,
@@ -271,7 +286,7 @@ class RolloutScheduler:
       queue = self.queues[tag] = self._queue(tag)
       if tag in states:
         await self._restore(tag, states[tag])
-      data = {'seed': base_seed(self._settings.seed, 'train', tag)}
+      data = {'seed': self._base_seed(tag)}
       for worker in self._workers(tag, queue):
         tasks.append(asyncio.ensure_future(self._runtime.run_worker(worker, data)))
     return tasks
@@ -283,14 +298,9 @@ class RolloutScheduler:
     )
 
   def _queue(self, tag: str) -> Any:
-    settings = self._settings
-    group_filter = make_group_filter(
-      settings.group_filters, settings.config, settings.env_manager_config(tag)
-    )
-    limits = {'max_length': settings.response_limit(tag)}
-    shaper = make_reward_shaper(settings.reward_shapers, limits)
+    filter_and_shaper = make_filter_and_shaper(self._settings, tag)
     return self._runtime.spawn(
-      GroupQueue, group_filter, shaper, **self._queue_options(tag)
+      GroupQueue, *filter_and_shaper, **self._queue_options(tag)
     )
 
   def _queue_options(self, tag: str) -> dict[str, Any]:
@@ -417,11 +427,7 @@ class RolloutScheduler:
   # ---- evaluation
 
   def manager(self, tag: str) -> EnvManager:
-    """Makes a manager of training tasks outside any queue.
-
-    Args:
-      tag: The environment tag.
-    """
+    """Makes a manager of training tasks outside any queue."""
     env_config = self._settings.env[tag].env_config
     options, dataset = self._manager_options(tag), self.datasets[tag]
     return self._make_manager(tag, env_config, options, dataset)

@@ -163,7 +163,8 @@ class TaskChecker:
     try:
       result = await pool.run(_reset, env, task, timeout=timeouts.reset)
       check_reset_result(env, result)
-      reply = find_env(_inner_name(env_settings)).empty_reply  # pyright: ignore
+      name, _ = innermost(env_settings.env_type, env_settings.env_config)
+      reply = find_env(name).empty_reply  # pyright: ignore
       if solve:
         # An agent would have this long: a solution is not a single step.
         limit = timeouts.step * env_settings.max_steps
@@ -193,10 +194,6 @@ async def _apply_solution(env: Any, pool: ThreadPool, timeout: float) -> str | N
     raise
   except Exception as error:
     raise _SolutionError(describe_error(error)) from error
-
-
-def _inner_name(env: EnvOptions) -> str:
-  return innermost(env.env_type, env.env_config)[0]
 
 
 def _make_checkable(tag: str, env: EnvOptions) -> Any:

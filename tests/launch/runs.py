@@ -101,7 +101,7 @@ class Recorder(MetricSink):
   def write(self, step, metrics):
     self.metrics.append((step, dict(metrics)))
 
-  def trajectories(self, step, groups, advantages=None, kind='train'):
+  def trajectories(self, step, groups, advantages=None, kind='train', logprobs=None):
     self.played.append((step, kind, groups, advantages))
 
 

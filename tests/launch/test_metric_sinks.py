@@ -1,6 +1,8 @@
 """metrics.jsonl through resumes and kills, numbers that are none, sinks that fail."""
 
+import io
 import json
+import socket
 import sys
 import types
 import urllib.parse
@@ -10,7 +12,9 @@ import numpy as np
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
+from jaxrl.component_calls import parse_calls
 from jaxrl.options import ConfigError
+from launch.logging.console import Console
 from launch.logging.metric_sinks import (
   JsonLines,
   MetricSink,
@@ -20,7 +24,10 @@ from launch.logging.metric_sinks import (
   Tracker,
   read_metrics,
 )
+from launch.logging.workdir import Workdir
+from launch.report.open_sinks import open_sinks
 from launch.report.report_sink import ReportSink
+from launch.settings.logging_settings import LoggingOptions
 from tests.processes import full_disk
 
 
@@ -280,9 +287,9 @@ def test_prometheus_reads_the_latest_metrics(tmp_path):
   }
   port = urllib.parse.urlsplit(sink.url).port
   with pytest.raises(ConfigError, match=rf'port={port}\): the port is in use'):
-    Prometheus(tmp_path, port)
+    Prometheus(tmp_path, port=port)
   sinks.close()
-  Prometheus(tmp_path, port).close('finished')
+  Prometheus(tmp_path, port=port).close('finished')
 
 
 def test_prometheus_listens_on_loopback_alone(tmp_path):
@@ -290,4 +297,18 @@ def test_prometheus_listens_on_loopback_alone(tmp_path):
   assert sink._server.server_address[0] == '127.0.0.1'
   sink.close('finished')
   with pytest.raises(ConfigError, match='from 0 to 65535'):
-    Prometheus(tmp_path, 65536)
+    Prometheus(tmp_path, port=65536)
+
+
+def test_a_config_sets_the_port_of_prometheus(tmp_path):
+  with socket.socket() as free:
+    free.bind(('127.0.0.1', 0))
+    port = free.getsockname()[1]
+  options = LoggingOptions(sinks=parse_calls(f'prometheus(port={port})'))
+  workdir = Workdir(tmp_path, {})
+  sinks = open_sinks(workdir, Console(io.StringIO()), options)
+  try:
+    assert sinks.sinks[-1].url == f'http://127.0.0.1:{port}/metrics'
+  finally:
+    sinks.close()
+    workdir.close()

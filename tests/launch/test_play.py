@@ -126,7 +126,7 @@ def test_what_a_users_manager_raises_is_one_line_with_its_place(
   job = Job()
   job.decode = decode
   job.manager.play_episode = runpy.run_path(str(file))['play_episode']
-  monkeypatch.setattr(inference_job, 'make_player', lambda settings: job)
+  monkeypatch.setattr(inference_job, 'Player', lambda settings: job)
   assert main([f'--config={runs.DEBUG}']) == 1
   error = capsys.readouterr().err
   assert error.startswith('error: KeyError: ') and error.count('\n') == 1
@@ -139,7 +139,7 @@ def test_what_a_users_manager_raises_when_it_is_made_is_one_line(
   file = tmp_path / 'own.py'
   file.write_text('def make_player(settings):\n  return {}["x"]\n')
   make_player = runpy.run_path(str(file))['make_player']
-  monkeypatch.setattr(inference_job, 'make_player', make_player)
+  monkeypatch.setattr(inference_job, 'Player', make_player)
   assert main([f'--config={runs.DEBUG}']) == 1
   assert capsys.readouterr().err == f"error: KeyError: 'x' ({file}, line 2)\n"
 

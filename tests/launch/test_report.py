@@ -139,8 +139,8 @@ def test_samples_carry_the_mismatch_of_learner_and_engine(tmp_path):
   sink = MultiSink([ReportSink(tmp_path)])
   sink.phase('rl', 2)
   for step in range(2):
-    sink.logprobs(step, np.full((1, 14), -0.75) if step == 0 else None)
-    sink.trajectories(step, [[trajectory()]])
+    logprobs = np.full((1, 14), -0.75) if step == 0 else None
+    sink.trajectories(step, [[trajectory()]], logprobs=logprobs)
   sink.close('stopped')
   first, second = (
     snap['groups'][0]['members'][0]['tokens']

@@ -119,7 +119,7 @@ def phase(events, every):
   ignore = lambda *_, **__: None  # noqa: E731
   settings = resolve_settings(config)
   settings = dataclasses.replace(settings, num_steps=3)
-  sink = types.SimpleNamespace(write=ignore, logprobs=ignore, trajectories=ignore)
+  sink = types.SimpleNamespace(write=ignore, trajectories=ignore)
   runtime = types.SimpleNamespace(hosts_learner=True, metrics=nothing)
   stop = lambda: False  # noqa: E731
   run = RunParts(settings, pathlib.Path(), sink, stop, runtime)  # pyright: ignore

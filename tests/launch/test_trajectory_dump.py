@@ -57,8 +57,7 @@ def test_what_was_trained_on_has_its_advantages(tmp_path):
   groups = [[attempt(is_expert=True), attempt(extras={'seen': 1})], [attempt('lake')]]
   rows = np.arange(12, dtype=np.float32).reshape(4, 3)  # padded to a fourth row
   sink = TrajectoryDump(config(tmp_path / 'out'), tmp_path, fresh=True)
-  sink.logprobs(0, -rows)
-  sink.trajectories(0, groups, rows)
+  sink.trajectories(0, groups, rows, logprobs=-rows)
   for tag, expected in (('sums', [3, 4]), ('lake', [6, 7])):
     (line,) = read(tmp_path / 'out' / f'train-{tag}-step000000.jsonl')
     back = trajectory_codec.from_json(json.loads(line['save_content']))
@@ -69,7 +68,7 @@ def test_what_was_trained_on_has_its_advantages(tmp_path):
   sink.trajectories(1, [[attempt()]], rows)
   (line,) = read(tmp_path / 'out' / 'train-sums-step000001.jsonl')
   assert 'advantages' in line['save_content']
-  assert 'old_logprobs' not in line['save_content']  # those were of the step before
+  assert 'old_logprobs' not in line['save_content']
   sink.trajectories(1, [[attempt()]], kind='eval')
   (line,) = read(tmp_path / 'out' / 'val-sums-step000001.jsonl')
   assert 'advantages' not in line['save_content']

@@ -16,9 +16,12 @@ from tests.launch import runs
 
 pytestmark = [
   pytest.mark.slow,
+  pytest.mark.extended,
   pytest.mark.ray,
   pytest.mark.xdist_group('ray'),
-  pytest.mark.skipif(bool(hosts.unsupported_reason()), reason='needs hosts'),
+  pytest.mark.skipif(
+    bool(reason := hosts.unsupported_reason()), reason=f'no hosts here: {reason}'
+  ),
 ]
 STEPS = 6
 OPTIONS = (
