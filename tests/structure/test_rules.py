@@ -72,13 +72,7 @@ READS_CODE = {
   'jaxrl.rollout.vllm.vllm_options',
 }
 MAX_FUNCTION_LINES = 60  # of the body, without its docstring
-<<<<<<< HEAD
-MAX_ENTRIES = (
-  19  # files and folders of a directory, besides BUILD, __init__ and __main__
-)
-=======
 MAX_ENTRIES = 19  # of a directory, besides BUILD, __init__ and __main__
->>>>>>> main
 # One file for each entry.
 CATALOGUES = {
   *('configs', 'jaxrl/algorithms/presets', 'jaxrl/models/families'),
