@@ -9,7 +9,7 @@
 #     --config.cluster.num_engines=16 --config.cluster.num_workers=4
 #
 # Submit it from a checkout that all nodes see, with an environment in .venv. This file has
-# not run on a Slurm cluster.
+# run with stand-ins for sbatch and srun, and not on a Slurm cluster.
 #SBATCH --job-name=jaxrl
 #SBATCH --nodes=4
 #SBATCH --ntasks-per-node=1

@@ -121,7 +121,6 @@ print({addresses!r}, end='')
 """
 
 
-@pytest.mark.extended
 def test_the_slurm_script_runs_over_two_hosts(tmp_path):
   """With stand-ins for the programs of Slurm: each task gets a host of its own."""
   (programs := tmp_path / 'bin').mkdir()
