@@ -5,9 +5,12 @@
 # make bench       tables of speed        make lint      format, lint and types
 # make bench-peers  one model (SIZE=toy, mid or smollm2) here, in TRL, Tunix and vLLM
 # make bench-gpu   one GPU (PYTHON has jax[cuda13]), all parts or PART=train, decode, …
+# make device-run  whole runs on one device: PART=quickstart, smollm2 or qwen3; their memory
+#                  by make device-plan; what a machine without network lacks: device-wheels
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-envs   the environments of other packages, in .venv-envs
 # make test-cluster  examples/cluster against published schemas, in .venv-cluster
+# make test-adapters  verifiers, OpenEnv and Harbor, each in an environment of its own
 # make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
 # make env-real    real tokenizers, templates and weights in .real/, for tests marked real
 # make docs        the documentation site in site/, in .venv-docs; make test-docs tests it
@@ -25,10 +28,10 @@ SIZE ?= toy
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env env-vllm env-envs env-cluster env-targets env-docs env-real quickstart test test-ray \
+.PHONY: env env-vllm env-envs env-adapters env-cluster env-targets env-docs env-real quickstart test test-ray \
   test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized coverage test-core \
-  test-vllm test-wheel test-envs test-cluster test-targets docs test-docs bench bench-peers bench-gpu lint \
-  format bazel clean recipes chaos
+  test-vllm test-wheel test-envs test-adapters test-cluster test-targets docs test-docs bench bench-peers bench-gpu \
+  device-run device-plan device-wheels lint format bazel clean recipes chaos
 
 env: $(VENV)/.ready
 
@@ -62,6 +65,23 @@ env-cluster: .venv-cluster/.ready
 	.venv-cluster/bin/python -m pip install --quiet --disable-pip-version-check uv
 	.venv-cluster/bin/uv pip install --quiet --python .venv-cluster/bin/python \
 	  $(UV_SOURCES) --requirement $<
+	@touch $@
+
+# Packages whose pins are others than ours. Harbor asks for Python 3.12 and much else, of
+# which the tests need nothing but its files.
+APART = $(BIN)/uv pip install --quiet $(UV_SOURCES)
+env-adapters: .venv-verifiers/.ready .venv-openenv/.ready .venv-harbor/.ready
+
+.venv-verifiers/.ready: PACKAGES = verifiers==0.4.0 uv
+.venv-openenv/.ready: PACKAGES = openenv==0.10.0
+.venv-verifiers/.ready .venv-openenv/.ready: | env
+	$(PYTHON) -m venv --without-pip $(@D)
+	$(APART) --python $(@D)/bin/python $(PACKAGES)
+	@touch $@
+
+.venv-harbor/.ready: | env
+	$(APART) --target $(@D) --python-version 3.12 --no-deps harbor==0.25.0 \
+	  pathspec==1.1.1 shortuuid==1.0.13 toml==0.10.2
 	@touch $@
 
 # XLA for TPU and for CUDA, which compile here what runs elsewhere.
@@ -101,7 +121,7 @@ test-all: env
 
 slow-without-ray: env
 	nice $(BIN)/python -m pytest \
-	  -m 'slow and not ray and not optimized and not extended' $(XDIST) --timeout 1800
+	  -m 'slow and not ray and not optimized and not extended and not adapters' $(XDIST) --timeout 1800
 
 # What the gate has no time for: the longest tests, and further cases of others. Nightly,
 # and before a release.
@@ -137,6 +157,9 @@ test-envs: env-envs
 
 test-cluster: env env-cluster
 	$(BIN)/python -m pytest tests/examples/test_cluster_files.py
+
+test-adapters: env-adapters
+	$(BIN)/python -m pytest -m adapters --timeout 900 tests/envs
 
 test-targets: env-targets
 	JAX_PLATFORMS=cpu .venv-targets/bin/python -m pytest -m targets -n 2 \
@@ -198,6 +221,17 @@ bench-peers: env
 bench-gpu:
 	$(PYTHON) -m tests.benchmarks.gpu $(if $(PART),--only=$(PART)) \
 	  --json=runs/bench-gpu$(if $(PART),-$(PART)).json
+
+# Runs of at most eight minutes each; PART picks some. Figures collect in runs/device.
+device-run:
+	$(PYTHON) -m tests.benchmarks.gpu.device_runs $(if $(PART),--only=$(PART))
+
+device-plan:
+	$(PYTHON) -m tests.benchmarks.gpu.device_runs --plan $(if $(PART),--only=$(PART))
+
+# What an image with JAX and PyTorch lacks, in .wheels; PIECES cuts it for slow ways.
+device-wheels: env
+	$(BIN)/python -m tests.benchmarks.gpu.offline_wheels $(if $(PIECES),--pieces=$(PIECES))
 
 lint: env
 	$(BIN)/ruff check .

@@ -55,6 +55,13 @@ class ModelOptions(Options):
     "Rematerialization policy of the layers; 'auto' recomputes only where memory needs "
     'it.',
   )
+  scan_unroll: int = option(
+    0,
+    'Layers that the learner compiles one after the other; as many as the model has '
+    'move fewer bytes, and take more memory and longer to compile. 0 compiles one, but '
+    'all of a shallow model on a CPU.',
+    low=0,
+  )
   lora: ComponentCall | None = option(
     None,
     "Adapters to train instead of the model, such as 'lora(rank=16)'; '' for none.",

@@ -32,6 +32,8 @@ STOP_REASONS = (
   'reward_failed',
 )
 FAILURES = frozenset(STOP_REASONS[3:])
+MAX_ROLES = 8  # roles of agents, numbered from 0
+MAX_REWARD_TERMS = 8  # rewards that can be told apart, the environment's own included
 
 
 @dataclasses.dataclass(frozen=True)
@@ -318,6 +320,9 @@ class Batch:
     loss_weights: `[B]` float32.
     pair_ids: `[B]` int32, equal for the two rows of a pair.
     state_hash: `[B]` int32.
+    role_ids: `[B]` int32, the role of the agent that wrote a row.
+    reward_terms: `[B, 8]` the scores of an episode's rewards, before their weights.
+    reward_weights: `[B, 8]` their weights, 0 where there is none.
     routed_experts: `[B, T, L, k]` int16, −1 where the router is to choose.
     image_features: `[B, T]` int32, which feature of an image stands at a token; see
       `jaxrl.models.vision.image_places.ImagePlaces`.
@@ -349,6 +354,9 @@ class Batch:
   loss_weights: Any = None
   pair_ids: Any = None
   state_hash: Any = None
+  role_ids: Any = None
+  reward_terms: Any = None
+  reward_weights: Any = None
   routed_experts: Any = None
   image_features: Any = None
   image_positions: Any = None
@@ -400,6 +408,7 @@ class PolicyOutputs:
     entropy: Of the full distribution at temperature 1 that predicted token t.
     values: The value head's estimate of the state before token t, or None.
     nec: Σ_v π(v)²(H + log π(v)) of the same distribution as entropy, or None.
+    sum_pi_squared: Σ_v π(v)² of the same distribution, without gradient, or None.
     topk_logprobs: `[B, T, K]` of K given tokens in the place of token t, or None.
     topk_ids: `[B, T, K]` int32, those tokens, where the model found them.
   """
@@ -408,6 +417,7 @@ class PolicyOutputs:
   entropy: Any = None
   values: Any = None
   nec: Any = None
+  sum_pi_squared: Any = None
   topk_logprobs: Any = None
   topk_ids: Any = None
 
@@ -467,7 +477,8 @@ class Algorithm:
     prepare: Computes batch fields once per optimizer batch.
     init_state: Makes the state that `prepare` carries.
     provenance: Whose values a builder's defaults are, for the catalogue: 'paper',
-      'trinity' (Trinity-RFT) or 'ours'; '' if it does not say.
+      'trinity' (Trinity-RFT), 'verl', 'trl', 'prime-rl' or 'ours'; '' if it does not
+      say.
   """
 
   policy_loss: Callable[..., Any]

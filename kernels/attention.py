@@ -55,7 +55,8 @@ def attention(
     scale: Factor on the products of queries and keys; None for d^−½.
     row_segments: The most segments of a row, which then begin in its first column, lie
       side by side and have the padding behind them; the output at padding is undefined.
-      0 if nothing is known of rows. On GPUs it saves a mask.
+      Segments with the same `prefix_ids` then follow each other, in the order of their
+      prefixes. 0 if nothing is known of rows. On GPUs it saves a mask.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
     shard: Wraps a function so that each device runs it on its own shards:

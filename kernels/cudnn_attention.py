@@ -1,15 +1,16 @@
 """cuDNN attention runs whole rows on NVIDIA GPUs, without a mask where the rows allow.
 
 Given a mask, cuDNN computes every pair of tokens, and takes more than twice as long as
-without (https://github.com/jax-ml/jax/pull/35114). There are therefore three ways:
+without (https://github.com/jax-ml/jax/pull/35114). There are therefore four ways:
 
 - `causal`, for rows of one sequence with padding behind. No token sees what lies after
   it, so the padding needs no mask.
 - `packed`, for segments side by side. cuDNN is told where each one begins, and computes
   only pairs of tokens of the same segment. JAX offers this only in a private function,
   which `packing_obstacle` checks.
-- `masked`, for everything else: shared prompts, windows in rows of several segments,
-  and rows of which nothing is known.
+- `kernels.cudnn_shared_prompts`, for segments side by side that read shared prompts.
+- `masked`, for everything else: windows in rows of several segments, and rows of which
+  nothing is known.
 """
 
 import functools
@@ -25,6 +26,7 @@ MASK_MULTIPLE = 128  # masks of odd lengths are refused, and others read slowly
 # Most segments of a row that cuDNN is told of. It reserves logsumexps for a whole row,
 # and starts blocks for one, for each of them.
 MOST_SEGMENTS = 256
+KEY_HEADS_COUNT = 0, 11, 1  # the first version of JAX that counts heads of keys
 # The arguments of the private function that `packed` gives.
 _PACKED_ARGUMENTS = {
   *('query', 'key', 'value', 'q_seqlen', 'kv_seqlen', 'q_offsets', 'kv_offsets'),
@@ -92,11 +94,12 @@ def packed(
   Returns:
     Output `[B, T, H, d]`.
   """
-  library = _library()
+  cudnn = library()
+  k, v = heads_for_packing(q, k, v)
   # The padding is one more segment: cuDNN writes nothing where there is none, and what
   # lies in such memory could be NaN.
   starts, lengths = segment_spans(segment_ids, row_segments + 1)
-  return library.dot_product_attention(
+  return cudnn.dot_product_attention(
     query=q,
     key=k,
     value=v,
@@ -105,9 +108,31 @@ def packed(
     q_offsets=starts,
     kv_offsets=starts,
     scale=q.shape[-1] ** -0.5 if scale is None else scale,
-    mask_type=library.MaskType.PADDING_CAUSAL,
+    mask_type=cudnn.MaskType.PADDING_CAUSAL,
     qkv_layout='BTNH',
   )
+
+
+def heads_for_packing(
+  q: jax.Array, k: jax.Array, v: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+  """Returns keys and values with heads as JAX needs them to find packed segments.
+
+  Before 0.11.1, JAX computed where the keys of a segment lie as if they had as many
+  heads as the queries. With such a version they get them.
+
+  Args:
+    q: Queries `[B, T, H, d]`.
+    k: Keys `[B, T, K, d]`.
+    v: Values `[B, T, K, d]`.
+
+  Returns:
+    Keys and values, `[B, T, K, d]` or `[B, T, H, d]`.
+  """
+  if jax.__version_info__ >= KEY_HEADS_COUNT:
+    return k, v
+  group = q.shape[2] // k.shape[2]
+  return jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)
 
 
 def segment_spans(
@@ -238,7 +263,7 @@ def decode_obstacle(heads: int, kv_heads: int, head_dim: int, dtype: str) -> str
   """
   if dtype != 'bfloat16':
     return f'does not take {dtype}'
-  return _trace_error(decode, (1, heads, head_dim), (1, 64, kv_heads, head_dim))
+  return trace_error(decode, (1, heads, head_dim), (1, 64, kv_heads, head_dim))
 
 
 def candidates(
@@ -265,30 +290,33 @@ def candidates(
   why = '' if q.dtype == jnp.bfloat16 else f'does not take {q.dtype.name}'
   shapes = q.shape, k.shape
   unmasked = why or ('does not take prefix_ids' if has_prefix else '')
-  unknown = '' if row_segments else 'must know how many segments a row has'
   one = '' if row_segments == 1 else 'is for rows of one segment'
   too_long = ''
   if q.shape[1] > LONGEST_MASK:
     too_long = f'would hold a mask for every two of {q.shape[1]} tokens'
   options = {'row_segments': row_segments}
   return {
-    'cudnn_causal': (
-      unmasked or unknown or one or _trace_error(causal, *shapes) or causal
-    ),
+    'cudnn_causal': (unmasked or one or trace_error(causal, *shapes) or causal),
     'cudnn_packed': (
       unmasked
-      or unknown
-      or _segments_obstacle(row_segments, window)
+      or segments_obstacle(row_segments, window)
       or packing_obstacle()
-      or _trace_error(packed, *shapes, **options)
+      or trace_error(packed, *shapes, **options)
       or functools.partial(packed, **options)
     ),
-    'cudnn_masked': why or too_long or _trace_error(masked, *shapes) or masked,
+    'cudnn_masked': why or too_long or trace_error(masked, *shapes) or masked,
   }
 
 
-def _segments_obstacle(row_segments: int, window: int) -> str:
-  """Returns why cuDNN is not told of so many segments; '' if it is."""
+def segments_obstacle(row_segments: int, window: int) -> str:
+  """Returns why cuDNN is not told where so many segments lie; '' if it is.
+
+  Args:
+    row_segments: As in `kernels.attention.attention`.
+    window: As there.
+  """
+  if not row_segments:
+    return 'must know how many segments a row has'
   if window:
     return 'does not take window'
   if row_segments > MOST_SEGMENTS:
@@ -300,7 +328,7 @@ def _segments_obstacle(row_segments: int, window: int) -> str:
 def packing_obstacle() -> str:
   """Returns why `packed` cannot be used with this jax; '' if it can."""
   try:
-    function, kinds = _library().dot_product_attention, _library().MaskType
+    function, kinds = library().dot_product_attention, library().MaskType
     parameters = inspect.signature(function).parameters.keys()
     known = parameters >= _PACKED_ARGUMENTS and hasattr(kinds, 'PADDING_CAUSAL')
   except (ImportError, AttributeError, TypeError, ValueError):
@@ -308,21 +336,28 @@ def packing_obstacle() -> str:
   return '' if known else 'is not in this jax as this version knows it'
 
 
-def _library() -> Any:
-  """Imports JAX's private module lazily, because programs on CPU need none of it."""
+def library() -> Any:
+  """Imports JAX's private module of cuDNN lazily: programs on CPU need none of it."""
   from jax._src.cudnn import fused_attention_stablehlo
 
   return fused_attention_stablehlo
 
 
 @functools.cache
-def _trace_error(
+def trace_error(
   function: Callable[..., jax.Array],
   queries: tuple[int, ...],
   keys: tuple[int, ...],
   **options: int,
 ) -> str:
-  """Returns why a way cannot be taken for shapes on the device here; '' if it can."""
+  """Returns why a way cannot be taken for shapes on the device here; '' if it can.
+
+  Args:
+    function: The way, as `(q, k, v, segment_ids, **options) -> output`.
+    queries: Shape of the queries.
+    keys: Shape of the keys.
+    **options: Options of the way.
+  """
   q, k = (jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in (queries, keys))
   ids = jax.ShapeDtypeStruct(queries[: len(queries) - 2], jnp.int32)
   try:  # JAX checks cuDNN's version and the device at trace time

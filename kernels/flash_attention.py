@@ -283,6 +283,11 @@ def candidates(
 
     rows = {'has_prefix': has_prefix, 'row_segments': row_segments, 'window': window}
     found = cudnn_attention.candidates(q, k, **rows)
+    if has_prefix:
+      from kernels import cudnn_shared_prompts  # for packed rows alone
+
+      del rows['has_prefix']
+      found = cudnn_shared_prompts.candidates(q, k, **rows) | found
     if why := _shape_obstacle(q) or _lacks(sinks=sinks, softcap=softcap):
       found = dict.fromkeys(found, why)
     return dict(found)

@@ -154,8 +154,8 @@ def fused_logprobs(
   table: jax.Array,
   targets: jax.Array,
   inverse: jax.Array,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Computes log-probs, entropy and nec.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Computes log-probs, entropy, nec, and Σ p², which has no gradient.
 
   Args:
     plan: Static options.
@@ -165,7 +165,7 @@ def fused_logprobs(
     inverse: Inverse temperature 1/τ, a float32 scalar.
 
   Returns:
-    Three arrays `[B, T]`. The last two are 0 unless `plan.kind.moments`.
+    Four arrays `[B, T]`. The last three are 0 unless `plan.kind.moments`.
   """
   return _run(plan, hidden, table, targets, inverse, keeps=False)[0]
 
@@ -191,7 +191,7 @@ def _run(
   *,
   keeps: bool,
 ) -> Any:
-  """Returns the three outputs, the statistics, and what is kept for the gradient."""
+  """Returns the four outputs, the statistics, and what is kept for the gradient."""
   compute = plan.functions.keep_softmax if keeps else plan.functions.softmax_stats
 
   def run(hidden, table, targets, inverse):
@@ -207,9 +207,9 @@ def _run(
     numbers = (x.reshape(shape) for x in (*out, *stats))
     return *numbers, *(x.reshape(*shape, -1) for x in kept)
 
-  outputs = 'r' * 11 + ('kk' if keeps else '')
+  outputs = 'r' * 12 + ('kk' if keeps else '')
   out = plan.shard_map(run, 'hvrs', outputs)(hidden, table, targets, inverse)
-  return out[:3], out[3:11], out[11:]
+  return out[:4], out[4:12], out[12:]
 
 
 def _forward(plan: FusedLogprobsPlan, *primals: Any) -> Any:
@@ -220,7 +220,7 @@ def _forward(plan: FusedLogprobsPlan, *primals: Any) -> Any:
 
 def _backward(plan: FusedLogprobsPlan, rest: Any, by: Any) -> Any:
   (hidden, table, targets, inverse), stats, kept = rest
-  kind = plan.kind
+  kind, by = plan.kind, by[:3]
   if all(isinstance(x, SymbolicZero) for x in by[1:]):
     kind = kind._replace(moments=False)  # entropy and nec are metrics alone
   by = [jnp.zeros(x.shape) if isinstance(x, SymbolicZero) else x for x in by]

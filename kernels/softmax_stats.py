@@ -136,22 +136,23 @@ def merge_stats(a: SoftmaxStats, b: SoftmaxStats, inverse: jax.Array) -> Softmax
 
 def scores_from_stats(
   stats: SoftmaxStats, inverse: jax.Array
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-  """Computes log p of the target at τ, and entropy and nec at temperature 1.
+) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+  """Computes log p of the target at τ, and moments at temperature 1.
 
   Args:
     stats: Statistics over the whole vocabulary.
     inverse: Inverse temperature 1/τ, a float32 scalar.
 
   Returns:
-    Three arrays `[n]`: log p, entropy H and nec = Σ p²(H + log p).
+    Four arrays `[n]`: log p, entropy H, nec = Σ p²(H + log p) and Σ p².
   """
   logprobs = (stats.chosen - stats.top) * inverse - jnp.log(stats.total)
   total = jnp.where(stats.plain_total > 0, stats.plain_total, 1.0)
   mean = stats.plain_mean / total
   entropy = jnp.log(total) - mean
   nec = (stats.square_mean - mean * stats.square_total) / (total * total)
-  return logprobs[:, 0], entropy[:, 0], nec[:, 0]
+  square = stats.square_total / (total * total)
+  return logprobs[:, 0], entropy[:, 0], nec[:, 0], square[:, 0]
 
 
 def backward_stats(
@@ -165,7 +166,7 @@ def backward_stats(
   Args:
     stats: Statistics over the whole vocabulary.
     inverse: Inverse temperature 1/τ, a float32 scalar.
-    by: Gradients `[n]` of the three outputs of `scores_from_stats`.
+    by: Gradients `[n]` of the first three outputs of `scores_from_stats`.
 
   Returns:
     The backward statistics, and the gradient of τ, a scalar.

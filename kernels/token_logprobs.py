@@ -30,6 +30,7 @@ class TokenScores(NamedTuple):
     logprobs: Log-probs of the targets, `[B, T]` float32.
     entropy: Entropy of the distribution at temperature 1, `[B, T]` float32.
     nec: Σ_v p_v²(H + log p_v) at temperature 1, `[B, T]` float32.
+    sum_pi_squared: Σ_v p_v² at temperature 1, `[B, T]` float32, without gradient.
     topk_ids: Tokens of the top-k log-probs, `[B, T, K]` int32.
     topk_logprobs: Log-probs of these tokens, `[B, T, K]` float32.
   """
@@ -37,6 +38,7 @@ class TokenScores(NamedTuple):
   logprobs: jax.Array
   entropy: jax.Array | None = None
   nec: jax.Array | None = None
+  sum_pi_squared: jax.Array | None = None
   topk_ids: jax.Array | None = None
   topk_logprobs: jax.Array | None = None
 
@@ -49,6 +51,7 @@ def token_logprobs(
   temperature: jax.Array | float = 1.0,
   entropy: bool = False,
   nec: bool = False,
+  sum_pi_squared: bool = False,
   topk_ids: jax.Array | None = None,
   top_k: int = 0,
   softcap: float = 0.0,
@@ -75,6 +78,7 @@ def token_logprobs(
     temperature: Temperature, a number or `[B, T]`.
     entropy: Whether to compute the entropy H, at temperature 1.
     nec: Whether to compute Σ_v p_v²(H + log p_v), at temperature 1.
+    sum_pi_squared: Whether to compute Σ_v p_v², at temperature 1.
     topk_ids: More tokens to score at `temperature`, `[B, T, K]` int32.
     top_k: Number K of most likely tokens to find and score instead, in descending
       order; 0 for none.
@@ -105,17 +109,50 @@ def token_logprobs(
       f'top_k={top_k} is more than the {table.shape[0]} tokens there are'
     )
   platform = platform_of(platform)
-  why = ''
+  budget = KEPT_BYTES if kept_bytes is None else kept_bytes
   if topk_ids is not None or top_k:
     why = 'scores one token a position, not top-k'
-  elif jnp.ndim(temperature):
-    why = 'takes one temperature for all'
-  elif softcap:
-    why = 'does not take softcap'
-  elif shards is not None:
-    why = shards.obstacle(hidden, table)
+  else:
+    why = _obstacle(hidden, table, temperature, softcap, shards)
+  plain = {'topk_ids': topk_ids, 'top_k': top_k, 'softcap': softcap}
+  plain |= {'max_rows': max_rows, 'shards': shards}
+  candidates = {
+    **_kernels(hidden, table, shards, why=why, budget=budget, platform=platform),
+    'reference': functools.partial(reference, **plain),
+  }
+  name = choose('token_logprobs', candidates, platform=platform, option=kernels)
+  run: Any = candidates[name]
+  if name != 'reference':
+    run = functools.partial(run, shards=shards, budget=budget, interpret=interpret)
+  moments = {'entropy': entropy, 'nec': nec, 'sum_pi_squared': sum_pi_squared}
+  return run(hidden, table, targets, temperature=temperature, **moments)
 
-  budget = KEPT_BYTES if kept_bytes is None else kept_bytes
+
+def _obstacle(
+  hidden: jax.Array,
+  table: jax.Array,
+  temperature: jax.Array | float,
+  softcap: float,
+  shards: 'LogprobShards | None',
+) -> str:
+  """Returns why no kernel can score one token a position; '' if one may."""
+  if jnp.ndim(temperature):
+    return 'takes one temperature for all'
+  if softcap:
+    return 'does not take softcap'
+  return '' if shards is None else shards.obstacle(hidden, table)
+
+
+def _kernels(
+  hidden: jax.Array,
+  table: jax.Array,
+  shards: 'LogprobShards | None',
+  *,
+  why: str,
+  budget: int,
+  platform: str,
+) -> dict[str, Any]:
+  """Returns the kernels by name, the best first, or the reasons against them."""
   size = _kept_size(hidden, table, shards)
   large = f'would keep {size / 2**30:.2g} GiB, of {budget / 2**30:.2g}'
 
@@ -123,24 +160,11 @@ def token_logprobs(
     run = why or obstacle or functools.partial(_fused, name)
     return only_on(home, run, platform=platform)
 
-  candidates = {
+  return {
     'mosaic': on('tpu', 'mosaic'),
     'kept': on('gpu', 'kept', large if size > budget else ''),
     'tiles': on('gpu', 'tiles'),
-    'reference': functools.partial(
-      reference,
-      topk_ids=topk_ids,
-      top_k=top_k,
-      softcap=softcap,
-      max_rows=max_rows,
-      shards=shards,
-    ),
   }
-  name = choose('token_logprobs', candidates, platform=platform, option=kernels)
-  run: Any = candidates[name]
-  if name != 'reference':
-    run = functools.partial(run, shards=shards, budget=budget, interpret=interpret)
-  return run(hidden, table, targets, temperature=temperature, entropy=entropy, nec=nec)
 
 
 def kept_bytes_of(limit: float) -> int:
@@ -172,6 +196,7 @@ def _fused(
   temperature: jax.Array | float,
   entropy: bool,
   nec: bool,
+  sum_pi_squared: bool,
   shards: 'LogprobShards | None',
   budget: int,
   interpret: bool,
@@ -184,12 +209,17 @@ def _fused(
   tempered = not (isinstance(temperature, (int, float)) and temperature == 1)
   entries = len(table) // (1 if shards is None else shards.size(shards.vocab))
   rows = max(TILE_LOGITS // entries, budget // (entries * hidden.dtype.itemsize), 1)
-  kind = StatsKind(tempered, entropy or nec)
+  kind = StatsKind(tempered, entropy or nec or sum_pi_squared)
   plan = FusedLogprobsPlan(name, kind, shards, rows, interpret)
   inverse = 1 / jnp.float32(temperature)
   scores: Any = fused_logprobs(plan, hidden, table, targets, inverse)
-  logprobs, mean, square = scores
-  return TokenScores(logprobs, mean if entropy else None, square if nec else None)
+  logprobs, mean, weighted, square = scores
+  return TokenScores(
+    logprobs,
+    mean if entropy else None,
+    weighted if nec else None,
+    jax.lax.stop_gradient(square) if sum_pi_squared else None,
+  )
 
 
 def reference(
@@ -200,6 +230,7 @@ def reference(
   temperature: jax.Array | float = 1.0,
   entropy: bool = False,
   nec: bool = False,
+  sum_pi_squared: bool = False,
   topk_ids: jax.Array | None = None,
   top_k: int = 0,
   softcap: float = 0.0,
@@ -215,6 +246,7 @@ def reference(
     temperature: Temperature, a number or `[B, T]`.
     entropy: Whether to compute the entropy.
     nec: Whether to compute nec.
+    sum_pi_squared: Whether to compute Σ_v p_v².
     topk_ids: More tokens to score, `[B, T, K]` int32.
     top_k: Number of most likely tokens to find and score.
     softcap: As in `token_logprobs`.
@@ -240,8 +272,8 @@ def reference(
     if chosen_ids is not None:
       likely = jnp.take_along_axis(logits, chosen_ids, axis=-1) / temperature
       scores = scores._replace(topk_logprobs=likely - norm[..., None])
-    if entropy or nec:
-      scores = scores._replace(**_moments(logits, entropy, nec))
+    if entropy or nec or sum_pi_squared:
+      scores = scores._replace(**_moments(logits, entropy, nec, sum_pi_squared))
     return scores
 
   if max_rows is None:
@@ -257,12 +289,17 @@ def reference(
   )
 
 
-def _moments(logits: jax.Array, entropy: bool, nec: bool) -> dict[str, jax.Array]:
-  """Computes H and Σ_v p_v²(H + log p_v) of softmax(logits), over the last axis."""
+def _moments(
+  logits: jax.Array, entropy: bool, nec: bool, sum_pi_squared: bool
+) -> dict[str, jax.Array]:
+  """Computes H, Σ_v p_v²(H + log p_v) and Σ_v p_v² of softmax(logits)."""
   norm = jax.nn.logsumexp(logits, axis=-1)
   weights = jnp.exp(logits - norm[..., None])
   mean = (weights * logits).sum(-1)
   moments = {'entropy': norm - mean} if entropy else {}
   if nec:  # H + log p_v = logit_v − Σ p·logit
     moments['nec'] = (jnp.square(weights) * (logits - mean[..., None])).sum(-1)
+  if sum_pi_squared:
+    square = jnp.square(weights).sum(-1)
+    moments['sum_pi_squared'] = jax.lax.stop_gradient(square)
   return moments

@@ -1,5 +1,6 @@
 """Marks that tests share: what `make test` leaves out, and what runs in one process."""
 
+import pathlib
 from collections.abc import Container, Iterable
 from typing import Any
 
@@ -12,6 +13,23 @@ SANDBOXED = pytest.mark.skipif(
 )
 # Tests in one process, since torch is long to import.
 TORCH = pytest.mark.xdist_group('torch')
+
+
+def adapter(folder: str) -> Any:
+  """Returns the mark of tests of a package that `make env-adapters` installs apart.
+
+  Args:
+    folder: The folder, below the repository's, that must exist.
+  """
+  missing = not (pathlib.Path(__file__).parents[1] / folder).exists()
+
+  def mark(test: Any) -> Any:
+    marks = (pytest.mark.slow, pytest.mark.adapters)
+    for one in (*marks, pytest.mark.skipif(missing, reason='make env-adapters')):
+      test = one(test)
+    return test
+
+  return mark
 
 
 def slow(*values: Any) -> Any:

@@ -150,9 +150,11 @@ _ROWS, _TOKENS, _TOP = 4, 6, 3
 _BY_TOKEN = (
   *('logprobs', 'old_logprobs', 'rollout_logprobs', 'ref_logprobs'),
   *('teacher_logprobs', 'rewards', 'advantages', 'returns', 'values', 'old_values'),
-  *('entropy', 'nec'),
+  *('entropy', 'nec', 'sum_pi_squared'),
 )
-_BY_ROW = ('group_ids', 'episode_ids', 'turn_ids', 'pair_ids', 'state_hash')
+_BY_ROW = (
+  *('group_ids', 'episode_ids', 'turn_ids', 'pair_ids', 'state_hash', 'role_ids'),
+)
 
 
 def _made_up_fields() -> dict[str, Any]:

@@ -43,6 +43,7 @@ COMPUTED_FIELDS = {
   'old_values': 'values',
   'entropy': 'entropy',
   'nec': 'nec',
+  'sum_pi_squared': 'sum_pi_squared',
   'greedy_mask': 'greedy_mask',
 }
 

@@ -60,6 +60,8 @@ ENVS = {
   'reasoning_gym': 'jaxrl.envs.adapters.reasoning_gym_env:ReasoningGymEnv',
   'textarena': 'jaxrl.envs.adapters.textarena_env:TextArenaEnv',
   'gem': 'jaxrl.envs.adapters.gem_env:GemEnv',
+  'verifiers': 'jaxrl.envs.adapters.verifiers_env:VerifiersEnv',
+  'openenv': 'jaxrl.envs.adapters.openenv_env:OpenEnvEnv',
   'swe': 'jaxrl.envs.terminal.swe_env:SweEnv',
   'terminal_bench': 'jaxrl.envs.terminal.terminal_bench_env:TerminalBenchEnv',
   'tool_use': 'jaxrl.envs.tool_use_env:ToolUseEnv',

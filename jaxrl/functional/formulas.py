@@ -14,6 +14,10 @@ EXPERT_MIXTURE = (
 )
 K3 = r'e^{q_t - p_t} - 1 - (q_t - p_t)'
 PHI = r'\operatorname{sg}\left(e^{p_t}(1 - e^{p_t})\right)'
+TRUST_REGION = (
+  r'L_t = -A_t\,\operatorname{sg}\left(\min(r_t, C)\,\text{keep}_t\right) p_t, \quad '
+  + RATIO
+)
 
 ADVANTAGES = {
   'asymre': r'A_t = R - (\mu + \text{shift})',
@@ -31,6 +35,17 @@ ADVANTAGES = {
     r'A_t = R - b, \quad b = \frac{1}{n}\sum_i R_i \quad\text{or}\quad '
     r'b = \tau \log \frac{1}{n}\sum_i e^{R_i / \tau}'
   ),
+  'gdpo': (
+    r'A_t = \operatorname{whiten}\left(\sum_k w_k\,'
+    r'\frac{R_k - \mu_k}{s_k + 10^{-6}}\right)'
+  ),
+  'hierarchical_grpo': r'A_t = R - \mu_{\text{peers}}',
+  'optimal_token_baseline': (
+    r'A_t = G_t - \frac{\sum_i G_t W_t}{\sum_i W_t}, \quad W_t = \sum_{j \leq t}'
+    r'\left(1 - 2\pi_j + \sum_v \pi(v)^2\right)'
+  ),
+  'rae': r'A_t = R - b_{\text{role}}, \quad b \leftarrow d\,b + (1 - d)\,R',
+  'maxrl': r'A_t = \frac{R - \mu}{\mu}',
   'rec': r'A_t = R - \mu',
   'rloo': r'A_t = \frac{n}{n - 1}(R - \mu) = R - \frac{1}{n - 1}\sum_{j \neq i} R_j',
   'normalise': r'A_t = \frac{R - \text{mean}}{\text{std} + 10^{-6}}',
@@ -69,6 +84,42 @@ ADVANTAGES = {
 }
 
 POLICY_LOSSES = {
+  'a3po': (
+    r'L_t = \operatorname{sg}(w_t)\max\left(-A_t r_t,\; -A_t\,\operatorname{clip}(r_t, '
+    r'1 - \varepsilon_{\text{low}}, 1 + \varepsilon_{\text{high}})\right), \quad '
+    r'w_t = e^{x_t - o_t}, \; r_t = e^{p_t - \operatorname{sg}(x_t)}, \; '
+    r'x_t = p_t + \frac{o_t - p_t}{\max(d_t, 1)}'
+  ),
+  'clip_cov': (
+    r'L_t = L_t^{\text{PPO}}\,\mathbf{1}[\text{keep}_t], \quad '
+    r'\text{cov}_t = (A_t - \bar{A})(p_t - \bar{p})'
+  ),
+  'dppo_kl': TRUST_REGION,
+  'dppo_tv': TRUST_REGION,
+  'dro': r'L_t = -A_t p_t + \frac{\beta}{2}(p_t - o_t)^2',
+  'gmpo': (
+    r'L_t = -A_t\,e^{\frac{1}{T}\sum_u d_u}, \quad d_u = \begin{cases} '
+    r'\min(p_u - o_u, \varepsilon_{\text{high}}) & A_u > 0 \\ '
+    r'\max(p_u - o_u, -\varepsilon_{\text{low}}) & A_u < 0 \end{cases}'
+  ),
+  'kl_cov': (
+    r'L_t = -A_t r_t + c\,|p_t - o_t|\,\mathbf{1}[\text{penalised}_t], \quad '
+    r'\text{cov}_t = (A_t - \bar{A})(p_t - \bar{p})'
+  ),
+  'probability_band': (
+    r'L_t = -A_t r_t\,\mathbf{1}\left[\left|e^{p_t} - e^{o_t}\right| \leq '
+    r'\delta\right] + c\,(p_t - o_t)^2'
+  ),
+  'stable_reinforce': (
+    r'L_t = \max\left(-A_t r_t,\; -A_t\,\operatorname{clip}(r_t, '
+    r'1 - \varepsilon_{\text{low}}, 1 + \varepsilon_{\text{high}})\right), \quad '
+    r'r_t = e^{\operatorname{clip}(p_t - o_t, \log\rho_{\text{low}}, '
+    r'\log\rho_{\text{high}})}'
+  ),
+  'vespo': (
+    r'L_t = -A_t\,\operatorname{sg}\left(w^k e^{\lambda(1 - w)}\right) p_t, \quad '
+    r'w = e^{\sum_u (p_u - o_u)}'
+  ),
   'cispo': (
     r'L_t = -A_t\,\operatorname{sg}\left(\operatorname{clip}(r_t, '
     r'1 - \varepsilon_{\text{low}}, 1 + \varepsilon_{\text{high}})\,'

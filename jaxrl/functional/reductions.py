@@ -188,6 +188,33 @@ def float_order_bits(x: Array | float) -> Array:
   return jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
 
 
+def largest_k(x: Array, mask: Array, count: Array) -> Array:
+  """Marks the `count` largest numbers where a mask is set; equal ones together.
+
+  Args:
+    x: Floats of any shape.
+    mask: Bool of the same shape; none other is marked.
+    count: How many, an integer scalar.
+
+  Returns:
+    Bool of the same shape.
+  """
+  bits = jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32)
+  # Negative floats rank by their bits backwards.
+  place = jnp.where(bits < 0, bits ^ jnp.int32(0x7FFFFFFF), bits)
+
+  def halve(_, ends):
+    low, high = ends  # at least `count` lie at low or above, fewer at high or above
+    middle = (low & high) + ((low ^ high) >> 1)  # their mean, without overflow
+    enough = jnp.sum(mask & (place >= middle)) >= count
+    return jnp.where(enough, middle, low), jnp.where(enough, high, middle)
+
+  info = jnp.iinfo(jnp.int32)
+  ends = jnp.int32(info.min), jnp.int32(info.max)
+  bound = jax.lax.fori_loop(0, 32, halve, ends)[0]
+  return jnp.asarray(mask, bool) & (place >= bound) & (count > 0)
+
+
 def largest_float_where(holds: Callable[[Array], Array]) -> Array:
   """Finds the largest finite float for which a condition holds.
 

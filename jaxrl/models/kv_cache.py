@@ -240,7 +240,7 @@ def paging_obstacle(config: ModelConfig) -> str:
 def choose_layout(
   config: ModelConfig, dtype: str, *, kernels: str, platform: str | None
 ) -> Any:
-  """Chooses the module of the layout that the best kernel of decode reads.
+  """Chooses the layout that the best kernel of decode reads.
 
   Args:
     config: The model's shape.
@@ -249,7 +249,7 @@ def choose_layout(
     platform: As in `kernels.dispatch`.
 
   Returns:
-    `slot_cache` or `paged_cache`; None if no kernel is used.
+    The `CacheLayout` of `slot_cache` or `paged_cache`; None if no kernel is used.
   """
   # Imported here, as below, because most runs on a CPU need neither.
   from jaxrl.models.decoding import paged_cache, slot_cache
@@ -258,25 +258,26 @@ def choose_layout(
   options: dict[str, Any] = {'kernels': kernels, 'platform': platform_of(platform)}
   why = obstacle or slot_cache.obstacle(config, dtype, **options)
   if not why:
-    return slot_cache
+    return slot_cache.LAYOUT
   skipped = {'cudnn': why} if options['platform'] == 'gpu' else {}
   options |= {'obstacle': obstacle, 'skipped': skipped}
-  return paged_cache if paged_cache.has_kernel(config, dtype, **options) else None
+  has_kernel = paged_cache.has_kernel(config, dtype, **options)
+  return paged_cache.LAYOUT if has_kernel else None
 
 
 def layout_of(cache: Cache) -> Any:
-  """Returns the module of a cache that is laid out for a kernel; None for chunks.
+  """Returns the layout of a cache that a kernel reads; None for one of chunks.
 
   Args:
     cache: The cache.
   """
   if 'k_pages' in cache:
-    from jaxrl.models.decoding import paged_cache as layout
+    from jaxrl.models.decoding import paged_cache as module
   elif 'k_slots' in cache:
-    from jaxrl.models.decoding import slot_cache as layout
+    from jaxrl.models.decoding import slot_cache as module
   else:
     return None
-  return layout
+  return module.LAYOUT
 
 
 def length(cache: Cache) -> int:
@@ -286,7 +287,7 @@ def length(cache: Cache) -> int:
     cache: The cache.
   """
   if (layout := layout_of(cache)) is not None:
-    return cache[next(iter(layout.KEPT))][0].shape[layout.POSITION_AXIS]
+    return cache[next(iter(layout.names))][0].shape[layout.position_axis]
   return max(ring_length(chunks, 'k') for chunks in cache['k'])
 
 
@@ -310,7 +311,7 @@ def axes(cache: Cache, name: str = 'k') -> tuple[str | None, ...]:
   if name == 'conv':
     return 'batch', None, None
   if (layout := layout_of(cache)) is not None:
-    return layout.AXES
+    return layout.axes
   has_latents = not any(cache['v'])  # which all heads read
   return 'batch', None if has_latents and name == 'k' else 'kv_heads', None, None
 

@@ -209,17 +209,68 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
     config: The layer's shape, as `ModelConfig.layer` gives it.
     weights: Those of the layer.
   """
-  products = {}
-  if isinstance(weights, dict) and {'qkv', 'gate_up'} & {
-    name for part in ('attention', 'mlp') for name in weights.get(part, ())
-  }:
-    from jaxrl.models.decoding import joined_products  # engines on GPUs have them
+  joined, products = {}, {}
+  if isinstance(weights, dict):
+    parts = [weights.get(name, {}) for name in ('attention', 'mlp')]
+    if any(name in part for part in parts for name in ('qkv', 'gate_up')):
+      from jaxrl.models.decoding import joined_products  # engines on GPUs have them
 
-    weights, products = joined_products.part(config, weights)
+      weights, joined = joined_products.part(config, weights)
+    elif any('rows' in one for part in parts for one in part.values()):
+      from jaxrl.models.decoding import output_major  # engines on CPUs have them
+
+      weights, products = output_major.part(config, weights)
   layer = nnx.merge(_definition(_layer, config)[0], weights)
-  for name, product in products.items():
+  for name, product in joined.items():
     getattr(layer, name).joined = product
+  for (module, name), product in products.items():
+    getattr(getattr(layer, module), name).product = product
   return layer
+
+
+def vocabulary_product(
+  table: jax.Array, hidden: jax.Array, is_arranged: bool
+) -> jax.Array:
+  """Computes the product of final states with the LM head.
+
+  Args:
+    table: `[V, D]`.
+    hidden: `[…, D]`.
+    is_arranged: Whether the parameters are those of `decoding.output_major`, which are
+      multiplied in the type that they have.
+
+  Returns:
+    `[…, V]` float32.
+  """
+  if is_arranged:
+    from jaxrl.models.decoding import output_major  # engines on CPUs have them
+
+    return output_major.product(table, hidden.astype(jnp.float32))
+  table = table.astype(hidden.dtype)
+  return jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
+
+
+# Parts of layers whose kernels enter only products with activations, in their type.
+MULTIPLIED = ('q', 'k', 'v', 'o', 'gate', 'up', 'down')
+
+
+def cast_kernels(params: Params, dtype: str) -> Params:
+  """Casts the matrices of layers to the type of their products, if that is narrower.
+
+  Layers cast them at use, each time that they run; this does it once for all of them.
+
+  Args:
+    params: The parameters, or a part of them under the same names.
+    dtype: The type of activations and matrix products.
+  """
+
+  def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+    names = [getattr(key, 'key', None) for key in path]
+    is_kernel = names[:1] == ['layers'] and names[-1] == 'kernel'
+    is_wide = x.dtype.itemsize > jnp.dtype(dtype).itemsize
+    return x.astype(dtype) if is_kernel and is_wide and names[-2] in MULTIPLIED else x
+
+  return jax.tree_util.tree_map_with_path(cast, params)
 
 
 def unstack(config: ModelConfig, params: Params) -> Params:
@@ -236,6 +287,26 @@ def unstack(config: ModelConfig, params: Params) -> Params:
     for name, i in places(config)
   ]
   return params | {'layers': tuple(cut)}
+
+
+def unstack_by_layer(config: ModelConfig, params: Params) -> Params:
+  """Does what `unstack` does, by a compiled program for each kind of layer.
+
+  One program for hundreds of slices takes XLA long to compile.
+
+  Args:
+    config: The model's shape.
+    params: The parameters, outside of any program.
+  """
+  if isinstance(params['layers'], tuple):
+    return params
+  cut = [_layer_of(_stack(params, name), np.int32(i)) for name, i in places(config)]
+  return params | {'layers': tuple(cut)}
+
+
+@jax.jit
+def _layer_of(stack: Params, i: jax.Array) -> Params:
+  return jax.tree.map(lambda x: x[i], stack)
 
 
 @functools.lru_cache

@@ -91,6 +91,7 @@ class Linear(nnx.Module):
     if bias:
       self.bias = nnx.Param(jnp.zeros(outputs), axes=axes[len(inputs) :])
     self.num_inputs, self.has_bias = len(inputs), bias
+    self.product: Callable[[jax.Array], jax.Array] | None = None  # by the kernel
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Applies the kernel, the adapters and the bias.
@@ -107,7 +108,7 @@ class Linear(nnx.Module):
     # the backward pass, which takes a third of the time of a train step.
     rows = x.shape[: x.ndim - self.num_inputs]
     x = x.reshape(-1, math.prod(inputs))
-    y = x @ kernel.reshape(math.prod(inputs), -1)
+    y = self.product(x) if self.product else x @ kernel.reshape(math.prod(inputs), -1)
     if self.lora:
       a, b = self.lora_a[...].astype(x.dtype), self.lora_b[...].astype(x.dtype)
       inner = self.lora.scale * (x @ a.reshape(-1, self.lora.rank))

@@ -55,6 +55,7 @@ class TransformerLM:
       `attention`.
     router_replay: Whether the cache also records each token's experts, for the learner.
     row_segments: The most segments of a row, see `attention`; 0 for not known.
+    weights_dtype: Of matrices that `decoding.output_major` has arranged; '' for others.
   """
 
   config: ModelConfig
@@ -70,6 +71,7 @@ class TransformerLM:
   context: Any = None
   router_replay: bool = False
   row_segments: int = 0
+  weights_dtype: str = ''
 
   def __post_init__(self) -> None:
     check_kernels_option(self.kernels)
@@ -131,8 +133,8 @@ class TransformerLM:
     Returns:
       `[…, V]` float32.
     """
-    table = self._head(params).astype(hidden.dtype)
-    logits = jnp.einsum('...d,vd->...v', hidden, table).astype(jnp.float32)
+    table = self._head(params)
+    logits = layer_stack.vocabulary_product(table, hidden, bool(self.weights_dtype))
     cap = self.config.logits_softcap
     return cap * jnp.tanh(logits / cap) if cap else logits
 
@@ -273,6 +275,7 @@ class TransformerLM:
     temperature: jax.Array | float = 1.0,
     entropy: bool = False,
     nec: bool = False,
+    sum_pi_squared: bool = False,
     topk_ids: jax.Array | None = None,
     top_k: int = 0,
     prefix_ids: jax.Array | None = None,
@@ -295,6 +298,7 @@ class TransformerLM:
       temperature: Divides the logits of log-probs; entropy, nec and values ignore it.
       entropy: Whether to compute the entropy.
       nec: Whether to compute nec; see `PolicyOutputs`.
+      sum_pi_squared: Whether to compute that; see `PolicyOutputs`.
       topk_ids: `[B, T, K]` int32, at t tokens that might stand in the place of token t,
         to be scored too.
       top_k: Find and score the K likeliest tokens instead, in falling order.
@@ -327,6 +331,7 @@ class TransformerLM:
       temperature=temperature,
       entropy=entropy,
       nec=nec,
+      sum_pi_squared=sum_pi_squared,
       topk_ids=chosen[1],
       top_k=top_k,
       softcap=self.config.logits_softcap,
@@ -345,9 +350,8 @@ class TransformerLM:
       forward = lambda *rows: self._exact_rows()(*rows)[0]  # noqa: E731
       rows = params, tokens, temperature
       exact = self.exact.row_logprobs(forward, self.last_logits, *rows)
-      scores = scores._replace(
-        logprobs=exact_mode.with_gradient_of(exact, scores.logprobs)
-      )
+      logprobs = exact_mode.with_gradient_of(exact, scores.logprobs)
+      scores = scores._replace(logprobs=logprobs)
     shift = functools.partial(layer_stack.shift_right, segment_ids=segment_ids)
     scores, values = jax.tree.map(shift, (scores._asdict(), values))
     return PolicyOutputs(**scores, values=values)

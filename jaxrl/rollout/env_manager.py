@@ -38,6 +38,7 @@ from jaxrl.rollout.thread_pool import (
   Timeouts,
 )
 from jaxrl.types import (
+  MAX_ROLES,
   Completion,
   PromptTooLongError,
   RolloutEngine,
@@ -536,6 +537,10 @@ class EnvManager:
     """Keeps what the environment reports; later turns overwrite earlier ones."""
     cache.metrics.update({k: float(v) for k, v in info.get('metrics', {}).items()})
     cache.columns.update(info.get('columns', {}))
+    if (role := info.get('role')) is not None:
+      if role not in range(MAX_ROLES):
+        raise ValueError(f"info['role'] is {role!r}; it must be 0 to {MAX_ROLES - 1}")
+      cache.extras['role'] = int(role)
 
   # ---- on the event loop
 

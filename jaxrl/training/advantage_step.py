@@ -104,7 +104,8 @@ def _score(
   hparams: HParams,
 ) -> tuple[Batch, BatchFields]:
   """Returns the batch with its scored fields, and the fields only this step reads."""
-  options = {name: True for name in ('entropy', 'nec') if name in spec.advantage_fields}
+  measured = 'entropy', 'nec', 'sum_pi_squared'
+  options = {name: True for name in measured if name in spec.advantage_fields}
   score_policy = bool(options) or bool(spec.scored_fields & {'old_logprobs', 'values'})
   score_reference = 'ref_logprobs' in spec.scored_fields
   if not score_policy and not score_reference:
@@ -150,7 +151,7 @@ def _score(
   if outputs is None:
     return batch, {}
   batch = batch.replace(old_logprobs=outputs.logprobs, values=outputs.values)
-  return batch, {'entropy': outputs.entropy, 'nec': outputs.nec}
+  return batch, {name: getattr(outputs, name) for name in measured}
 
 
 def _update_kl_controller(

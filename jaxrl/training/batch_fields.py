@@ -37,7 +37,14 @@ REQUIRED_FIELDS = (
 )
 # Further fields, present only if a component reads them.
 TOKEN_FIELDS = ('weights_version',)  # [B, T]
-ROW_FIELDS = ('pair_ids', 'state_hash', 'greedy_mask')  # [B]
+REWARD_FIELDS = ('reward_terms', 'reward_weights')  # [B, MAX_REWARD_TERMS]
+ROW_FIELDS = (
+  'pair_ids',
+  'state_hash',
+  'role_ids',
+  'greedy_mask',
+  *REWARD_FIELDS,
+)  # [B]
 TEACHER_FIELDS = ('teacher_logprobs', 'teacher_topk_ids', 'teacher_topk_logprobs')
 TOPK_FIELDS = frozenset(TEACHER_FIELDS[1:])  # [B, T, K]
 # Present only for models that see images, and in batches that have some.
@@ -59,6 +66,8 @@ FIELD_DTYPES = {
   'rollout_logprobs': jnp.float32,
   'rewards': jnp.float32,
   'loss_weights': jnp.float32,
+  'reward_terms': jnp.float32,
+  'reward_weights': jnp.float32,
   'teacher_logprobs': jnp.float32,
   'teacher_topk_logprobs': jnp.float32,
   'routed_experts': jnp.int16,
@@ -111,6 +120,9 @@ def make_batch_fields(
     'loss_weights': batch.loss_weights,
     'weights_version': batch.weights_version,
     'state_hash': batch.state_hash,
+    'role_ids': batch.role_ids,
+    'reward_terms': batch.reward_terms,
+    'reward_weights': batch.reward_weights,
     'routed_experts': batch.routed_experts,
     'image_features': batch.image_features,
     'image_positions': batch.image_positions,

@@ -29,7 +29,7 @@ from jaxrl.training.train_state import (
   with_shardings,
 )
 from jaxrl.training.train_step import train_step
-from jaxrl.types import Batch
+from jaxrl.types import MAX_REWARD_TERMS, Batch
 
 # The leaves' shapes and the structure of the traced options: a hashable cache key.
 _HParamsKey = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
@@ -92,6 +92,8 @@ def batch_shapes(spec: StepSpec, mesh: Mesh, shape: BatchShape) -> Batch:
     size = (shape.rows, shape.length)
     if name in batch_fields.PER_ROW_FIELDS:
       size = (shape.rows,)
+    if name in batch_fields.REWARD_FIELDS:
+      size += (MAX_REWARD_TERMS,)
     if name in batch_fields.TOPK_FIELDS:
       size += (spec.top_k,)
     if name == 'routed_experts':

@@ -145,7 +145,8 @@ def _attention_options(
       return {}
     length, (sequences, longest) = packed_rows.origin.shape[1], packed_rows.place.shape
     most = most_sequences_per_row(sequences, length, longest)
-    return {'row_segments': most * segments}
+    prompts = 0 if packed_rows.prefix_ids is None else most // 2
+    return {'row_segments': most * segments + prompts}
   unpacked = unpacked_attention.unpack_rows(packed_rows, segment_ids)
   return {'attend_with': functools.partial(unpacked_attention.attend, unpacked)}
 

@@ -23,7 +23,7 @@ class LearnerOptions(Options):
     None,
     "Runs the model on packed rows, as in 'first_fit(tokens=8192)', whose tokens fill "
     "micro-batches; '' for one sequence per row. On GPUs, attention needs a mask in "
-    'memory only in packed rows with shared prompts (share_prefix) or windows.',
+    'memory only in packed rows of models with windows.',
   )
   ppo_epochs: int = option(1, 'Passes over a batch.', low=1)
   log_entropy: bool = option(

@@ -62,7 +62,7 @@ def _optimizer_spec(
   name: str, hparams: dict[str, float], **static: Any
 ) -> OptimizerSpec:
   for name_of, value in hparams.items():
-    is_decay_rate = name_of in ('b1', 'b2')
+    is_decay_rate = name_of in ('b1', 'b2', 'momentum')
     if value < 0 or (is_decay_rate and value >= 1):
       bounds = 'in [0, 1)' if is_decay_rate else 'at least 0'
       raise ConfigError(f'optimizer.name: {name_of}={value} of {name} must be {bounds}')
@@ -157,6 +157,44 @@ def lion(
   return _optimizer_spec('lion', hparams, state_dtype=state_dtype)
 
 
+def muon(
+  *,
+  momentum: float = 0.95,
+  rms: float = 0.2,
+  b1: float = 0.9,
+  b2: float = 0.999,
+  eps: float = 1e-8,
+  weight_decay: float = 0.0,
+  ns_steps: int = 5,
+  state_dtype: StateDtype = 'float32',
+) -> OptimizerSpec:
+  """Creates Muon for hidden matrices and AdamW for the rest (arXiv 2502.16982).
+
+  The update of a layer's kernel, or of one expert's, is its momentum with all singular
+  values made about 1, by Newton-Schulz iterations. It is scaled by `rms`·√max(inputs,
+  outputs), so that it is as large as one of AdamW and takes the same learning rate.
+  Embeddings, the output head, the vision tower, norms and biases are AdamW's.
+
+  Args:
+    momentum: Decay rate of the momentum of matrices, with Nesterov's look-ahead.
+    rms: Root mean square of the entries of a matrix's update.
+    b1: Decay rate of AdamW's first moment.
+    b2: Decay rate of AdamW's second moment.
+    eps: Added to the root of AdamW's second moment.
+    weight_decay: Decay of matrices per update, times the learning rate.
+    ns_steps: Newton-Schulz iterations.
+    state_dtype: The dtype of the state, as for `adamw`.
+
+  Returns:
+    The spec.
+  """
+  if ns_steps < 1:
+    raise ConfigError(f'optimizer.name: ns_steps={ns_steps} of muon must be at least 1')
+  hparams = {'momentum': momentum, 'rms': rms, 'b1': b1, 'b2': b2, 'eps': eps}
+  hparams['weight_decay'] = weight_decay
+  return _optimizer_spec('muon', hparams, ns_steps=ns_steps, state_dtype=state_dtype)
+
+
 def sgd(*, weight_decay: float = 0.0) -> OptimizerSpec:
   """Creates stochastic gradient descent: the gradient itself, without state.
 
@@ -176,6 +214,7 @@ OPTIMIZERS: ComponentTable[Callable[..., OptimizerSpec]] = ComponentTable(
     'adamw': adamw,
     'adafactor': adafactor,
     'lion': lion,
+    'muon': muon,
     'sgd': sgd,
   },
 )
@@ -451,6 +490,10 @@ def make_transformation(
     scale = optax.scale_by_adam(hparams['b1'], hparams['b2'], hparams['eps'])
   elif state_spec.name == 'lion':
     scale = optax.scale_by_lion(hparams['b1'], hparams['b2'])
+  elif state_spec.name == 'muon':
+    from jaxrl.training import muon_and_adam  # other optimizers start without it
+
+    scale = muon_and_adam.scale_by_muon_and_adam(hparams, options['ns_steps'])
   elif state_spec.name == 'adafactor':
     scale = optax.chain(
       optax.scale_by_factored_rms(

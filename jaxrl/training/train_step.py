@@ -26,7 +26,7 @@ from jaxrl.component_table import as_call
 from jaxrl.functional.aggregation import pair_weights, row_weights, token_weights
 from jaxrl.functional.components import call_component, fields_of, function_of
 from jaxrl.functional.reductions import MAX_EXPONENT, clipped_exp
-from jaxrl.models import lora
+from jaxrl.models import layer_stack, lora
 from jaxrl.options import ConfigError
 from jaxrl.training import forward_pass, optimizers
 from jaxrl.training.batch_fields import (
@@ -383,6 +383,8 @@ def micro_batch_grad_fn(
     parameters and sums of metrics.
   """
   config = spec.model.config
+  if spec.is_split:  # once, and not in each micro-batch, forward and backward
+    params = layer_stack.cast_kernels(params, getattr(spec.model, 'dtype', 'float32'))
   trained = lora.trainable_params(config, params)
 
   def loss(

@@ -242,7 +242,11 @@ class LocalLearnerFactory:
 
       algorithm = sft()
     rollout, batch = settings.rollout, settings.batch
-    model = dataclasses.replace(self._policy.model, remat=settings.model.remat)
+    model = dataclasses.replace(
+      self._policy.model,
+      remat=settings.model.remat,
+      unroll=min(settings.model.scan_unroll, self._policy.model.config.num_layers),
+    )
     if main and settings.plays:
       check_model(settings, model.config)
       model = dataclasses.replace(

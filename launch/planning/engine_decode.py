@@ -64,6 +64,7 @@ def plan_engine(run: PlannedRun) -> PlannedEngine:
   length = options.get('max_length', settings.batch.max_length)
   dtype = settings.model.dtype
   weights_dtype = settings.transport.options.get('dtype')
+  weights_dtype = options.get('weights_dtype') or weights_dtype
   devices = 1
   if kind == 'vllm':
     dtype = options.get('dtype', dtype)

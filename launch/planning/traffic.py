@@ -223,7 +223,7 @@ def _bytes_accessed(
   if instruction.op == 'fusion':
     inner = module.computations.get(instruction.called_computation('calls') or '')
     if inner is not None:
-      return _fusion_bytes(inner, inputs, output_bytes)
+      return _fusion_bytes(module, inner, inputs, output_bytes)
   if instruction.op in SLICES:
     return 2 * output_bytes
   if instruction.op in UPDATES:
@@ -235,7 +235,9 @@ def _bytes_accessed(
   return output_bytes + sum(map(hlo.num_bytes, inputs))
 
 
-def _fusion_bytes(inner: Computation, inputs: list[str], output_bytes: float) -> float:
+def _fusion_bytes(
+  module: HloModule, inner: Computation, inputs: list[str], output_bytes: float
+) -> float:
   """Counts a fusion's traffic; of an input that it only slices it reads the slice."""
   total = 0.0
   for parameter in inner.values():
@@ -244,16 +246,9 @@ def _fusion_bytes(inner: Computation, inputs: list[str], output_bytes: float) ->
     parameter_bytes = (
       hlo.num_bytes(inputs[int(parameter.operand_text)]) if inputs else 0.0
     )
-    if not parameter_bytes:
-      continue
-    users = [x for x in inner.values() if parameter.name in x.operands]
-    bytes_by_user = [_bytes_read(inner, user, parameter.name) for user in users]
-    reads_all = any(part is None for part in bytes_by_user)
-    total += (
-      parameter_bytes
-      if reads_all
-      else min(parameter_bytes, sum(part or 0.0 for part in bytes_by_user))
-    )
+    if parameter_bytes:
+      part = _bytes_read(module, inner, parameter.name)
+      total += parameter_bytes if part is None else min(parameter_bytes, part)
   result = _skip_bitcasts(inner, hlo.root_instruction(inner).name)
   outputs = [inner[n] for n in result.operands] if result.op == 'tuple' else [result]
   for output in outputs:
@@ -275,14 +270,30 @@ def _skip_bitcasts(inner: Computation, name: str) -> HloInstruction:
   return inner[name]
 
 
-def _bytes_read(inner: Computation, user: HloInstruction, name: str) -> float | None:
+def _bytes_read(module: HloModule, inner: Computation, name: str) -> float | None:
+  """Returns the bytes that a fusion reads of one of its values, None for all of it."""
+  users = [x for x in inner.values() if name in x.operands]
+  parts = [_bytes_read_by(module, inner, user, name) for user in users]
+  return None if any(part is None for part in parts) else sum(x or 0.0 for x in parts)
+
+
+def _bytes_read_by(
+  module: HloModule, inner: Computation, user: HloInstruction, name: str
+) -> float | None:
   """Returns the bytes that `user` reads of its operand `name`, None for all of it."""
   if user.op in SLICES and user.operands[0] == name:
     return hlo.num_bytes(user.type, hbm_only=False)
   if user.op in UPDATES and user.operands[0] == name:
     return 0.0  # written in place; the write is counted with the output
   if user.op == 'bitcast':
-    bitcast_users = [x for x in inner.values() if user.name in x.operands]
-    parts = [_bytes_read(inner, x, user.name) for x in bitcast_users]
-    return None if any(p is None for p in parts) else sum(p or 0.0 for p in parts)
-  return None
+    return _bytes_read(module, inner, user.name)
+  nested = module.computations.get(user.called_computation('calls') or '')
+  if user.op != 'fusion' or nested is None:
+    return None
+  places = {str(i) for i, operand in enumerate(user.operands) if operand == name}
+  parts = [
+    _bytes_read(module, nested, x.name)
+    for x in nested.values()
+    if x.op == 'parameter' and x.operand_text in places
+  ]
+  return None if any(part is None for part in parts) else sum(x or 0.0 for x in parts)

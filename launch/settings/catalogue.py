@@ -36,6 +36,9 @@ sg: no gradient. Exponents are clipped to ±{MAX_EXPONENT:g}."""
 PROVENANCE = {
   'paper': 'the values of the paper',
   'trinity': 'the components and values of Trinity-RFT, except for the group size',
+  'verl': 'the components and values of verl, except for the group size',
+  'trl': 'the components and values of TRL',
+  'prime-rl': 'the components and values of prime-rl, except for the group size',
   'ours': 'values of our own choice: the paper gives others, or none',
 }
 NEEDS = {
@@ -46,6 +49,7 @@ NEEDS = {
   'values': 'a critic: a value head on the model',
   'entropy': "the policy's entropy",
   'nec': "the mean of the policy's entropy indicator",
+  'sum_pi_squared': "the sum of the policy's squared probabilities",
   'greedy_mask': 'one greedy attempt more per task, as a baseline',
 }
 FAMILIES = {

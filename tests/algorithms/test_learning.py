@@ -56,7 +56,11 @@ def play(table, rng, group, member):
     weights_version=np.where(mask, 0, -1).astype(np.int32),
     env_group=group,
     sample_index=member,
-    extras={'state_hash': group, 'teacher_logprobs': teacher.astype(np.float32)},
+    extras={
+      'state_hash': group,
+      'role': 0,
+      'teacher_logprobs': teacher.astype(np.float32),
+    },
   )
 
 

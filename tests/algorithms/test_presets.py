@@ -65,6 +65,35 @@ PRESETS = {
   'on_policy_distill': ('on_policy_distill', 'ppo_clip', 'token_mean', 8, None),
   'jsd': ('jsd', 'ppo_clip', 'token_mean', 8, None),
   'distill': (None, 'distill', 'token_mean', 1, None),
+  'gdpo': ('gdpo', 'ppo_clip', 'token_mean', 8, None),
+  'hierarchical_grpo': ('hierarchical_grpo', 'ppo_clip', 'token_mean', 8, None),
+  'optimal_token_baseline': (
+    'optimal_token_baseline',
+    'ppo_clip',
+    'token_mean',
+    8,
+    None,
+  ),
+  'rae': ('rae', 'vanilla', 'token_mean', 8, None),
+  'a3po': ('grpo', 'a3po', 'token_mean', 8, None),
+  'maxrl': ('maxrl', 'ppo_clip', 'token_mean', 8, None),
+  'clip_v': ('clip_v', 'ppo_clip', 'token_mean', 8, K2),
+  'dppo_tv': ('grpo', 'dppo_tv', 'token_mean', 8, None),
+  'dppo_kl': ('grpo', 'dppo_kl', 'token_mean', 8, None),
+  'probability_band': ('grpo', 'probability_band', 'token_mean', 8, None),
+  'clip_cov': ('grpo', 'clip_cov', 'token_mean', 8, None),
+  'kl_cov': ('grpo', 'kl_cov', 'token_mean', 8, None),
+  'gmpo': ('grpo', 'gmpo', 'sequence_mean_token_mean', 8, None),
+  'vespo': ('grpo', 'vespo', 'token_mean', 8, None),
+  'luspo': ('grpo', 'gspo', 'sequence_mean_token_sum', 8, None),
+  'dro': ('grpo', 'dro', 'token_mean', 8, None),
+  'stable_reinforce': (
+    'reinforce_plus_plus',
+    'stable_reinforce',
+    'sequence_mean_token_mean',
+    8,
+    None,
+  ),
 }
 
 
@@ -120,13 +149,43 @@ def test_defaults_are_trinitys_only_where_its_registry_has_them():
   provenance = {name: make_algorithm(name).provenance for name in PRESETS}
   names = {name for name, whose in provenance.items() if whose == 'trinity'}
   assert names == {
-    *('grpo', 'gspo', 'opmd', 'asymre', 'mix', 'multi_step_grpo', 'rec', 'sppo')
+    *('grpo', 'gspo', 'opmd', 'asymre', 'mix', 'multi_step_grpo', 'rec', 'sppo'),
+    'clip_v',  # the advantage of its registry, in its GRPO
   }
+
+
+def test_defaults_are_another_packages_only_where_it_has_them():
+  """The loss's own config in verl 0.9.1, TRL 1.16.0 and prime-rl."""
+  provenance = {name: make_algorithm(name).provenance for name in PRESETS}
+  names = {w: {n for n, v in provenance.items() if v == w} for w in PACKAGES}
+  assert names == PACKAGES
+
+
+PACKAGES = {
+  'verl': {'dppo_tv', 'clip_cov', 'kl_cov', 'optimal_token_baseline'},
+  'trl': {'gmpo', 'vespo', 'luspo'},
+  'prime-rl': {'probability_band'},
+}
 
 
 @pytest.mark.parametrize(
   'name, slot, options',
   [
+    ('rae', 'advantage', {'decay': 0.95}),
+    ('gdpo', 'advantage', {'whiten': True}),
+    ('a3po', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2, 'cap': 5.0}),
+    ('clip_v', 'advantage', {'mu': 8.5, 'max_frac': 1e-4, 'drop_zero': True}),
+    ('dppo_tv', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2, 'cap': 20.0}),
+    ('probability_band', 'policy_loss', {'threshold': 0.1, 'regulariser_coef': 1e-3}),
+    ('probability_band', 'advantage', {'scale_by_std': False}),
+    ('clip_cov', 'policy_loss', {'ratio': 2e-4, 'cov_low': 1.0, 'cov_high': 5.0}),
+    ('kl_cov', 'policy_loss', {'ratio': 2e-4, 'coef': 1.0}),
+    ('gmpo', 'policy_loss', {'clip_low': 0.4, 'clip_high': 0.4}),
+    ('vespo', 'policy_loss', {'power_positive': 2.0, 'decay_positive': 3.0}),
+    ('vespo', 'policy_loss', {'power_negative': 3.0, 'decay_negative': 2.0}),
+    ('luspo', 'policy_loss', {'clip_low': 2e-3, 'clip_high': 2.5e-3}),
+    ('stable_reinforce', 'policy_loss', {'ratio_low': 1e-3, 'ratio_high': 1e3}),
+    ('stable_reinforce', 'advantage', {'max_sigma': 3.0}),
     ('grpo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2}),
     ('dapo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.28, 'dual_clip': None}),
     ('drgrpo', 'policy_loss', {'clip_low': 0.2, 'clip_high': 0.2, 'dual_clip': None}),
@@ -224,6 +283,15 @@ def test_parts_fit_together_and_push_the_right_way(name):
     'greedy_mask': ids < 0,
     'expert_mask': ids < 0,
     'step': jnp.int32(0),
+    'entropy': jnp.full((4, 2), 1.0),
+    'nec': jnp.zeros((4, 2)),
+    'key': jax.random.key(0),
+    'sum_pi_squared': jnp.full((4, 2), 0.4),
+    'role_ids': 0 * ids,
+    'reward_terms': jnp.array([[1.0, 0], [0, 0], [0, 1], [1, 1]]),
+    'reward_weights': jnp.ones((4, 2)),
+    'state': requirements.init_state(algorithm).get('advantage'),
+    'weights_version': jnp.zeros((4, 2), jnp.int32),
   }
 
   @functools.partial(jax.jit, static_argnums=0)

@@ -22,12 +22,16 @@ def test_ratios_are_taken_by_round_and_held_against_the_aims():
   results |= {'size': 'toy'}
   lines = peers.judge(results)
   assert lines == [
-    'step, of TRL, Hugging Face: 0.50, aim 0.45: missed',
-    'memory, of TRL, Hugging Face: 1.00, aim 0.6: missed',
-    'step, of Tunix: 0.62, aim 0.45: missed',
-    'memory, of Tunix: 1.00, aim 0.6: missed',
-    'decode, of the best, TRL, Hugging Face: 0.80, aim 0.45: missed',
+    'jaxrl: step, of TRL, Hugging Face: 0.50, aim 0.45: missed',
+    'jaxrl: memory, of TRL, Hugging Face: 1.00, aim 0.6: missed',
+    'jaxrl: step, of Tunix: 0.62, aim 0.45: missed',
+    'jaxrl: memory, of Tunix: 1.00, aim 0.6: missed',
+    'jaxrl: decode, of the best, TRL, Hugging Face: 0.80, aim 0.45: missed',
   ]
+  results['peers']['narrow'] = figures(0.4, 0.2)
+  narrow = 'jaxrl, bf16 decode: decode, of the best, TRL, Hugging Face: 0.40'
+  assert peers.judge(results)[-1] == f'{narrow}, aim 0.45: reached'
+  del results['peers']['narrow']
   head, first, *_, last = peers.table(results)
   assert head[5] == 'ours/its'
   assert first[:6] == ['jaxrl', '0.750', '0.188', '0.562', '74%', '1.00']

@@ -16,7 +16,12 @@ from jaxrl.functional import (
   losses,
   shaping,
 )
-from tests.functional import restated_advantages, restated_losses, restated_small
+from tests.functional import (
+  restated_advantages,
+  restated_losses,
+  restated_newer,
+  restated_small,
+)
 from tests.functional.harness import Case
 
 
@@ -26,7 +31,9 @@ def advantage(name, *, steps=False, **options):
 
 
 def loss(name, **options):
-  return Case(name, getattr(losses, name), getattr(restated_losses, name), options)
+  newer = getattr(restated_newer, name, None)
+  restated = getattr(restated_losses, name, newer)
+  return Case(name, getattr(losses, name), restated, options)
 
 
 def small(module, name, **options):
@@ -52,6 +59,15 @@ ADVANTAGES = [
   advantage('asymre', shift=0.4),
   advantage('rloo'),
   advantage('rloo', steps=True),
+  advantage('gdpo'),
+  advantage('gdpo', whiten=False, steps=True),
+  advantage('optimal_token_baseline'),
+  advantage('rae', steps=True),
+  advantage('rae', decay=0.5),
+  advantage('hierarchical_grpo', steps=True),
+  advantage('hierarchical_grpo', steps=True, episode_role=0),
+  advantage('maxrl'),
+  advantage('maxrl', steps=True),
   advantage('rec'),
   advantage('rec', scale_by_std=True, steps=True),
   advantage('rec', drop='balance'),
@@ -65,6 +81,7 @@ ADVANTAGES = [
   advantage('reinforce', gamma=0.9),
   advantage('reinforce_plus_plus'),
   advantage('reinforce_plus_plus', gamma=0.9, baseline='group', steps=True),
+  advantage('reinforce_plus_plus', max_sigma=1.0),
   advantage('remax'),
   advantage('remax', gamma=0.9),
   advantage('agentic_reinforce'),
@@ -83,6 +100,7 @@ ADVANTAGES = [
   advantage('clip_b'),
   advantage('clip_v', mu=0.3, max_frac=0.05),
   advantage('clip_v'),
+  advantage('clip_v', mu=0.3, max_frac=0.05, drop_zero=True),
   advantage('on_policy_distill', coef=0.5),
   advantage('grpo_distill', coef=0.1),
   advantage('grpo_distill', scale_by_std=False),
@@ -132,6 +150,22 @@ LOSSES = [
   loss('rec'),
   loss('rec', keep='ring', ring_low=0.5, ring_high=1.0, weight='none'),
   loss('rec', keep='two_side', clip_low=0.3, weight='advantage', temperature=2.0),
+  loss('dppo_tv'),
+  loss('dppo_tv', clip_low=0.05, clip_high=0.1, cap=1.5),
+  loss('dppo_kl'),
+  loss('dppo_kl', clip_low=0.02, clip_high=0.01, cap=1.5),
+  loss('probability_band'),
+  loss('probability_band', threshold=0.02, regulariser_coef=0.5),
+  loss('dro'),
+  loss('dro', beta=0.5),
+  loss('stable_reinforce'),
+  loss('stable_reinforce', ratio_low=0.5, ratio_high=2.0, clip_high=0.28),
+  loss('a3po'),
+  loss('a3po', clip_low=0.1, clip_high=0.3, cap=1.2),
+  loss('gmpo'),
+  loss('gmpo', clip_low=0.1, clip_high=0.05),
+  loss('vespo'),
+  loss('vespo', power_positive=1.0, decay_positive=0.5, decay_negative=1.0),
   loss('mix'),
   loss('mix', mu=0.4, clip_high=0.28),
   loss('mix_chord'),
@@ -143,6 +177,13 @@ RECS = [
   for k, w, r in itertools.product(KEEPS, WEIGHTS, REGULARISERS)
 ]
 M2PO = [loss('m2po'), loss('m2po', threshold=0.5)]  # the batch decides for each row
+# Likewise, with the columns that say what is decided, and where it is 1.
+COVARIANCE = [
+  (loss('clip_cov'), restated_newer.clip_cov_keep, 0),
+  (loss('clip_cov', ratio=0.1, cov_low=0.1), restated_newer.clip_cov_keep, 0),
+  (loss('kl_cov'), restated_newer.kl_cov_penalised, 1),
+  (loss('kl_cov', ratio=0.2, coef=0.5), restated_newer.kl_cov_penalised, 1),
+]
 PAIRS = [
   loss('dpo'),
   loss('dpo', beta=0.5, label_smoothing=0.2),
@@ -220,6 +261,7 @@ SCHEDULES = [
 ]
 PER_TOKEN = LOSSES + KLS
 ALL = [
+  *(case for case, *_ in COVARIANCE),
   *(ADVANTAGES + MOMENTS + PER_TOKEN + RECS + M2PO + PAIRS + VALUE + DISTILL),
   *(OF_ENTROPY + OF_LOGITS + CORRECTIONS + RATIOS + AGGREGATION + SCHEDULES),
 ]
@@ -231,6 +273,8 @@ OTHERS = {
   'term': 'test_small_parts',
   'init_moments': 'test_advantage_rules',
   'second_moment_keep': 'test_losses',
+  'token_covariance': 'test_losses',
+  'proximal_logprobs': 'test_recorded_values',
   'difficulty_weights': 'test_shaping',
   'length_weights': 'test_shaping',
   'rescale': 'test_shaping',

@@ -192,7 +192,21 @@ def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   kind_tokens = np.where(expert, tokens[expert].sum(), tokens[~expert].sum())
   columns['term_scale'] = (tokens.sum() / np.maximum(kind_tokens, 1)).astype(np.float32)
   columns['step'] = np.full(ROWS, rng.integers(0, 300), np.int32)
-  return columns | _further(rng)
+  columns |= _further(rng)
+  version = np.maximum(columns['step'][:, None] - rng.integers(0, 6, (ROWS, TOKENS)), 0)
+  columns['role_ids'] = np.where(
+    columns['episode_ids'] < 0, -1, rng.integers(0, 3, ROWS)
+  )
+  columns['role_ids'] = columns['role_ids'].astype(np.int32)
+  columns['sum_pi_squared'] = rng.random((ROWS, TOKENS)).astype(np.float32)
+  episodes = np.maximum(columns['episode_ids'], 0)
+  scores = rng.choice([0.0, 1.0, 0.7, -2.4], size=(ROWS, 3))
+  columns['reward_terms'] = scores[episodes].astype(np.float32)
+  weights = np.array([1.0, 0.5, -0.25], np.float32)
+  columns['reward_weights'] = np.tile(weights, (ROWS, 1))
+  columns['state'] = columns['state'] | {'baseline': np.float32(rng.normal(size=8))}
+  columns['weights_version'] = np.where(columns['mask'], version, -1).astype(np.int32)
+  return columns
 
 
 def _further(rng) -> dict[str, Any]:

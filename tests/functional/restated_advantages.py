@@ -334,6 +334,88 @@ def jsd(c, o):
   return np.where(c['mask'], o.get('coef', 1.0) * value, 0)
 
 
+def maxrl(c, o):
+  advantage = {}
+  for members in returns_by_task(c).values():
+    mean = np.mean(list(members.values()))
+    for run, value in members.items():
+      scaled = (value - mean) / mean if mean > 0 else 0.0
+      advantage[run] = value if len(members) == 1 else scaled
+      if len(members) > 1 and _equal(list(members.values())):
+        advantage[run] = 0.0
+  return by_run(c, advantage)
+
+
+def gdpo(c, o):
+  total = {}
+  for k in range(c['reward_terms'].shape[1]):
+    tasks = returns_by_task(c)
+    for members in tasks.values():
+      for run in members:
+        (row, *_) = np.flatnonzero(c['episode_ids'] == run)
+        members[run] = c['reward_terms'][row, k]
+    (row, *_) = np.flatnonzero(c['episode_ids'] >= 0)
+    for run, a in _group_relative(tasks, {}).items():
+      total[run] = total.get(run, 0.0) + c['reward_weights'][row, k] * a
+  out = by_run(c, total)
+  return whiten(out, c['mask']) if o.get('whiten', True) else out
+
+
+def optimal_token_baseline(c, o):
+  logp = np.minimum(c['old_logprobs'], 0)
+  energy = np.maximum(
+    (1 - np.exp(logp)) ** 2 + c['sum_pi_squared'] - np.exp(2 * logp), 0
+  )
+  returns, out = to_go(c, 1.0), np.zeros(c['mask'].shape)
+  for task in set(c['group_ids'][c['group_ids'] >= 0]):
+    rows = np.flatnonzero(c['group_ids'] == task)
+    places = {row: np.flatnonzero(c['mask'][row]) for row in rows}
+    weights = {row: np.cumsum(energy[row][places[row]]) for row in rows}
+    for t in range(c['mask'].shape[1]):
+      there = [row for row in rows if t < len(places[row])]
+      w = np.array([weights[row][t] for row in there])
+      g = np.array([returns[row, places[row][t]] for row in there])
+      baseline = (w * g).sum() / (w.sum() + 1e-8) if len(there) > 1 else 0.0
+      for row in there:
+        out[row, places[row][t]] = returns[row, places[row][t]] - baseline
+  return out
+
+
+def _role_of_run(c):
+  roles = {}
+  for run, role in zip(c['episode_ids'], c['role_ids'], strict=True):
+    if run >= 0:
+      roles[int(run)] = max(roles.get(int(run), 0), int(role))
+  return roles
+
+
+def rae(c, o):
+  returns = {r: v for m in returns_by_task(c).values() for r, v in m.items()}
+  baseline, roles = c['state']['baseline'], _role_of_run(c)
+  return by_run(
+    c, {run: value - baseline[roles[run]] for run, value in returns.items()}
+  )
+
+
+def hierarchical_grpo(c, o):
+  rows, peers = np.flatnonzero(c['episode_ids'] >= 0), {}
+  for row in rows:
+    role, solver = c['role_ids'][row], o.get('episode_role', 1)
+    scope = ('episode', c['episode_ids'][row])
+    if role != solver:
+      scope = ('group', c['group_ids'][row])
+    peers.setdefault((*scope, role), []).append(row)
+  out = np.zeros(c['mask'].shape)
+  for members in peers.values():
+    totals = np.array([c['rewards'][row].sum() for row in members])
+    base = totals.mean() if len(members) > 1 else 0.0
+    if len(members) > 1 and _equal(totals):
+      base = totals
+    for row, a in zip(members, totals - base, strict=True):
+      out[row] = np.where(c['mask'][row], a, 0)
+  return out
+
+
 def clip_b(c, o):
   return grpo(c, {})
 
@@ -427,12 +509,18 @@ def _keep_clip_b(c, o):
 
 def _keep_clip_v(c, o):
   a, m, d = grpo(c, {}), c['mask'], c['nec'] - _indicator(c)
-  drop = m & (a < 0) & (d > o.get('mu', 8.5) * (d[m].std() if m.any() else 0))
+  far = m & (d > o.get('mu', 8.5) * d[m].std()) if m.any() else m
+  drop = far & (a < 0)
   most = max(int(o.get('max_frac', 1e-4) * m.sum()), 1)
   keep = np.ones(m.shape, bool)
   for at in sorted(zip(*np.nonzero(drop), strict=True), key=lambda at: -d[at])[:most]:
     keep[at] = False
-  return keep
+  return keep & ~(far & (a == 0)) if o.get('drop_zero') else keep
+
+
+def _keep_plus_plus(c, o):
+  most = o.get('max_sigma')
+  return None if most is None else np.abs(reinforce_plus_plus(c, o)) <= most
 
 
 def _keep_rec(c, o):
@@ -462,6 +550,7 @@ KEEPS = {
   'grpo': lambda c, o: _spread_groups(c, _penalised(c, o), o.get('std_threshold')),
   'step_wise_grpo': _keep_step_wise,
   'rec': _keep_rec,
+  'reinforce_plus_plus': _keep_plus_plus,
   'best_of_group': _keep_best,
   'remax': lambda c, o: (
     ~(c['greedy_mask'] & (c['group_ids'] >= 0))[:, None]
@@ -481,4 +570,5 @@ RETURNS = {
   'agentic_reinforce': agentic_reinforce,
   'step_reinforce': lambda c, o: _row_values(c, _discounted(c, o.get('gamma', 1.0))),
   'cod': lambda c, o: _row_values(c, _ahead(c, o)),
+  'optimal_token_baseline': lambda c, o: to_go(c, 1.0),
 }

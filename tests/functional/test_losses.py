@@ -9,6 +9,7 @@ from jaxrl.functional import aggregation, kl, losses
 from tests.functional import harness
 from tests.functional import restated_losses as restated
 from tests.functional.cases import (
+  COVARIANCE,
   DISTILL,
   LOSSES,
   M2PO,
@@ -125,6 +126,28 @@ def check_m2po(case, out, columns, weights):
     keep = restated.m2po_keep(batch, case.options.get('threshold', 0.04))
     cut = np.asarray(metrics['clip_fraction'][seed])
     np.testing.assert_array_equal(cut[batch['mask']] == 0, keep[batch['mask']], what)
+
+
+@pytest.mark.parametrize('case, decided, kind', COVARIANCE, ids=str)
+def test_covariance_losses_equal_the_restatement(case, decided, kind):
+  """Batch by batch, too: the loss, its gradient, and which tokens are singled out."""
+  columns = harness.stacked()
+  weights = harness.random_weights(columns)
+  pair = harness.each(lambda both: harness.loss_and_gradient(case)(*both))
+  (loss, metrics), gradients = pair((columns, weights))
+  check_metrics((loss, metrics, gradients))
+  name, singled_out = ('penalised', 0) if kind else ('clip_fraction', 0)
+  for seed, batch in enumerate(harness.unstacked(harness.wide(columns))):
+    what = f'{case} on batch {seed}'
+    wanted = decided(batch, case.options)
+    got = np.asarray(metrics[name][seed]) == (1 if kind else 0)
+    np.testing.assert_array_equal(got[batch['mask']], wanted[batch['mask']], what)
+    singled_out += np.sum((wanted == kind)[batch['mask']])
+    value = np.real(case.restated(batch, case.options))
+    harness.assert_close(loss[seed], value, what=what)
+    slope = harness.restated_gradient(case, batch, weights[seed])
+    harness.assert_close(gradients[seed], slope, harness.row_scale(slope), what)
+  assert singled_out > 100
 
 
 @pytest.mark.parametrize('case', LOSSES + VALUE + DISTILL, ids=str)

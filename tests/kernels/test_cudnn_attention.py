@@ -97,7 +97,7 @@ def test_packed_rows_tell_where_segments_lie(monkeypatch, scale):
     dot_product_attention=as_documented,
     MaskType=types.SimpleNamespace(PADDING_CAUSAL='padding and causal'),
   )
-  monkeypatch.setattr(cudnn_attention, '_library', lambda: library)
+  monkeypatch.setattr(cudnn_attention, 'library', lambda: library)
   arrays, ids = inputs(*SHAPES[0], jnp.float32)
   run = functools.partial(cudnn_attention.packed, row_segments=3, scale=scale)
   actual = value_and_gradient(run, arrays, ids)
@@ -116,7 +116,7 @@ def without_offsets(query, key, value, q_seqlen, kv_seqlen, *, scale, mask_type)
 @pytest.mark.parametrize('name', ['dot_product_attention', 'MaskType'])
 def test_another_private_function_is_not_called(monkeypatch, name):
   replacement = without_offsets if name == 'dot_product_attention' else object()
-  monkeypatch.setattr(cudnn_attention._library(), name, replacement)
+  monkeypatch.setattr(cudnn_attention.library(), name, replacement)
   cudnn_attention.packing_obstacle.cache_clear()
   try:
     assert 'not in this jax' in cudnn_attention.packing_obstacle()
@@ -125,7 +125,7 @@ def test_another_private_function_is_not_called(monkeypatch, name):
 
 
 def test_which_rows_take_which_way(monkeypatch):
-  monkeypatch.setattr(cudnn_attention, '_trace_error', lambda *args, **options: '')
+  monkeypatch.setattr(cudnn_attention, 'trace_error', lambda *args, **options: '')
 
   def way(length=256, dtype='bfloat16', **rows):
     q, k = (jax.ShapeDtypeStruct((1, length, n, 64), dtype) for n in (4, 2))

@@ -28,14 +28,17 @@ def plainly(hidden, table, targets, temperature, topk_ids):
     logprobs=jnp.take_along_axis(logprobs, targets[..., None], -1)[..., 0],
     entropy=entropy,
     nec=(jnp.exp(log_p) ** 2 * (entropy[..., None] + log_p)).sum(-1),
+    sum_pi_squared=jax.lax.stop_gradient((jnp.exp(log_p) ** 2).sum(-1)),
     topk_logprobs=jnp.take_along_axis(logprobs, topk_ids, -1),
   )
 
 
+MOMENTS = dict.fromkeys(('entropy', 'nec', 'sum_pi_squared'), True)
 WANTED = {
   'logprobs': {},
   'entropy': {'entropy': True},
   'nec': {'nec': True},
+  'sum_pi_squared': {'sum_pi_squared': True},
   'topk_logprobs': {'topk_ids': True},
 }
 
@@ -144,7 +147,7 @@ def test_huge_logits_stay_finite():
   hidden, table, targets = inputs()
 
   def total(hidden):
-    scores = token_logprobs(hidden, table, targets, entropy=True, nec=True, top_k=3)
+    scores = token_logprobs(hidden, table, targets, **MOMENTS, top_k=3)
     return sum(
       x.sum() for x in (scores.logprobs, scores.nec, scores.topk_logprobs)
     ), scores

@@ -146,6 +146,12 @@ def test_vllm_takes_its_options_by_name(installed):
       'max_num_seqs=16 is not divisible by decode_threads=3',
     ),
     ('jax(decode_threads=2, exact=True)', False, 'not with decode_threads=2'),
+    (
+      "jax(exact=True, weights_dtype='bfloat16')",
+      False,
+      'exact keeps weights in float32',
+    ),
+    ("jax(weights_dtype='int8')", False, 'weights_dtype'),
     ('jax(max_num_seqs=4)', False, 'rollout.max_num_seqs'),
     ('vllm', False, 'set --config.cluster.ray=true'),
     ('vllm(tensor_paralel_size=2)', True, "Did you mean 'tensor_parallel_size'"),
@@ -191,6 +197,23 @@ def test_the_options_of_another_environment_are_read_off_its_source(tmp_path):
     error = str(caught.value)
     assert f"no option '{name}'" in error and guess in error and len(error) < 500
     assert 'There are 201, of which these are closest: ' in error
+
+
+def test_vllm_on_a_tpu_is_refused_in_one_line(tmp_path):
+  packages = tmp_path / 'lib' / 'python3.12' / 'site-packages'
+  (packages / 'vllm').mkdir(parents=True)
+  python = tmp_path / 'bin' / 'python'
+  python.parent.mkdir()
+  python.symlink_to(sys.executable)
+  settings = resolve_settings(config(f'vllm(python="{python}")', ray=True))
+  check_engine(settings)
+  (packages / 'tpu_inference').mkdir()
+  with pytest.raises(ConfigError) as caught:
+    check_engine(settings)
+  error = str(caught.value)
+  assert '\n' not in error and error.startswith('--config.rollout.engine=vllm(python=')
+  assert 'refuses the seed of a request' in error
+  assert "use rollout.engine='jax'" in error
 
 
 @pytest.mark.vllm

@@ -167,6 +167,38 @@ def test_memory_traffic_of_a_stack_is_its_slices():
   assert whole <= measured.memory <= 4 * whole
 
 
+# As a TPU's compiler writes it: a fusion of a product has a fusion that slices a stack.
+NESTED = """
+%inner (p: bf16[28,64,32], i: s32[]) -> bf16[64,32] {
+  %p = bf16[28,64,32] parameter(0)
+  %i = s32[] parameter(1)
+  %zero = s32[] constant(0)
+  %cut = bf16[1,64,32] dynamic-slice(%p, %i, %zero, %zero)
+  ROOT %flat = bf16[64,32] bitcast(%cut)
+}
+
+%outer (x: bf16[8,64], p: bf16[28,64,32], i: s32[]) -> bf16[8,32] {
+  %x = bf16[8,64] parameter(0)
+  %p = bf16[28,64,32] parameter(1)
+  %i = s32[] parameter(2)
+  %w = bf16[64,32] fusion(%p, %i), kind=kLoop, calls=%inner
+  ROOT %y = bf16[8,32] convolution(%x, %w), dim_labels=bf_io->bf
+}
+
+ENTRY %main (x: bf16[8,64], p: bf16[28,64,32], i: s32[]) -> bf16[8,32] {
+  %x = bf16[8,64] parameter(0)
+  %p = bf16[28,64,32] parameter(1)
+  %i = s32[] parameter(2)
+  ROOT %y = bf16[8,32] fusion(%x, %p, %i), kind=kOutput, calls=%outer
+}
+"""
+
+
+def test_memory_traffic_of_a_stack_is_its_slices_in_nested_fusions_too():
+  scalar, read, written = 4, 2 * (8 * 64 + 64 * 32), 2 * 8 * 32
+  assert traffic.measure_traffic(NESTED).memory == scalar + read + written
+
+
 @pytest.mark.parametrize(
   'text, group',
   [

@@ -1,11 +1,18 @@
-"""Joined matrices compute what the single ones do, and leave adapters alone."""
+"""Joined and output-major matrices compute what the plain ones do; adapters stay."""
+
+import dataclasses
+import re
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models.decoding import joined_products
+from jaxrl.device_thread import DeviceThread
+from jaxrl.models import layer_stack
+from jaxrl.models.decoding import joined_products, output_major
 from jaxrl.models.lora import lora_adapters
+from jaxrl.rollout.engine.jax_engine import JaxEngine
 from tests.marks import slow
 from tests.models import small
 
@@ -26,16 +33,22 @@ def test_prefill_and_decode_are_the_same(changes, joined):
   assert not {'q', 'k', 'v'} & layer['attention'].keys()
   sizes = [sum(x.size for x in jax.tree.leaves(tree)) for tree in (apart, one)]
   assert sizes[0] == sizes[1]
-  tokens, lengths = small.tokens(2, 12), np.array([12, 5], np.int32)
-  results = []
-  for weights in (apart, one):
-    logits, kept = jax.jit(model.prefill)(weights, tokens, lengths)
-    slots = np.arange(2, dtype=np.int32)
-    cache = model.insert(model.init_cache(2, 32), kept, slots, slots)
-    inputs = cache, tokens[:, 0], lengths, np.int32(13)
-    results.append((logits, jax.jit(model.decode)(weights, *inputs)[0]))
+  results = [_prefill_and_decode(model, weights) for weights in (apart, one)]
   for a, b in zip(*results, strict=True):
     np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def _arrange(model, params, dtype):
+  return output_major.arrange(model.unstack(params), dtype)
+
+
+def _prefill_and_decode(model, weights):
+  tokens, lengths = small.tokens(2, 12), np.array([12, 5], np.int32)
+  logits, kept = jax.jit(model.prefill)(weights, tokens, lengths)
+  slots = np.arange(2, dtype=np.int32)
+  cache = model.insert(model.init_cache(2, 32), kept, slots, slots)
+  inputs = cache, tokens[:, 0], lengths, np.int32(13)
+  return logits, jax.jit(model.decode)(weights, *inputs)[0]
 
 
 def test_adapters_stay_apart():
@@ -43,3 +56,68 @@ def test_adapters_stay_apart():
   model, params = small.model_and_params(lora=lora)
   apart = model.unstack(params)
   assert jax.tree.structure(joined_products.join(apart)) == jax.tree.structure(apart)
+  arranged = _arrange(model, apart, 'bfloat16')['layers'][0]
+  for module, name in (('attention', 'k'), ('mlp', 'up')):
+    assert arranged[module][name].keys() == apart['layers'][0][module][name].keys()
+  assert 'rows' in arranged['attention']['q']
+
+
+@pytest.mark.parametrize(
+  'changes',
+  [
+    {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True},
+    slow(small.EXPERTS),
+  ],
+)
+@pytest.mark.parametrize('dtype, error', [('float32', 1e-5), ('bfloat16', 0.05)])
+def test_output_major_matrices_compute_the_same(changes, dtype, error):
+  model, params = small.model_and_params(**changes)
+  plain = model.unstack(params)
+  arranged = _arrange(model, params, dtype)
+  rows = arranged['layers'][0]['attention']['o']['rows']
+  assert rows.shape == (24, 64) and rows.dtype == dtype
+  expected = _prefill_and_decode(model, plain)
+  model = dataclasses.replace(model, weights_dtype=dtype)
+  for a, b in zip(expected, _prefill_and_decode(model, arranged), strict=True):
+    scale = np.abs(a).max()
+    np.testing.assert_allclose(a / scale, b / scale, atol=error)
+
+
+def test_layers_are_cut_by_a_program_each():
+  model, params = small.model_and_params()
+  cut = layer_stack.unstack_by_layer(model.config, params)
+  jax.tree.map(np.testing.assert_array_equal, cut, model.unstack(params))
+
+
+def test_one_row_is_multiplied_as_several():
+  rows = jnp.asarray(np.random.default_rng(0).standard_normal((5, 7)), jnp.bfloat16)
+  x = jnp.arange(7.0)
+  expected = np.asarray(rows, np.float32) @ np.arange(7.0)
+  np.testing.assert_allclose(output_major.product(rows, x), expected, rtol=1e-6)
+
+
+def test_decode_converts_no_bfloat16_matrix():
+  model, params = small.model_and_params(hidden_size=32)
+  arranged = _arrange(model, params, 'bfloat16')
+  model = dataclasses.replace(model, weights_dtype='bfloat16')
+  ids = np.zeros(8, np.int32)
+  inputs = model.init_cache(8, 32), ids, ids, np.int32(1)
+  compiled = jax.jit(model.decode).lower(arranged, *inputs).compile().as_text()
+  assert compiled
+  matrices = {
+    x.shape for x in jax.tree.leaves(arranged['layers']) if x.dtype == jnp.bfloat16
+  }
+  assert (40, 32) in matrices
+  for rows, width in matrices:
+    for sizes in (f'{rows},{width}', f'{width},{rows}'):
+      assert not re.search(rf'f32\[{sizes}\]\S* (convert|fusion|copy)\(', compiled)
+
+
+def test_an_exact_engine_refuses_another_type():
+  model, _ = small.model_and_params()
+  thread = DeviceThread()
+  try:
+    with pytest.raises(ValueError, match="weights_dtype='bfloat16'"):
+      JaxEngine(model, device_thread=thread, exact=True, weights_dtype='bfloat16')
+  finally:
+    thread.close()

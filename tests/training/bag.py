@@ -62,5 +62,6 @@ class Bag(toy.Bigram):
       shift(h) if entropy else None,
       None if head is None else shift(logits @ head),
       shift((jnp.exp(2 * full) * (h[..., None] + full)).sum(-1)) if nec else None,
+      None,
       topk,
     )

@@ -115,6 +115,20 @@ def test_a_train_step_for_h200_holds_no_mask(packing):
   assert not re.search(rf'\[[\d,]*{LENGTH},{LENGTH}\]', step)
 
 
+def test_shared_prompts_that_stay_packed_need_no_mask_on_h200():
+  packing = packing_plan.first_fit(tokens=2 * LENGTH, length=LENGTH)
+  learner = h200_learner(packing)
+  assert learner._batch_builder.batch_shape().pack.share_prefix
+  step = learner.trace(LENGTH)[1]['train'].lower().compile().as_text()
+  calls = re.findall(r'custom_call_target="(__cudnn[^"]*)"', step)
+  # Of the own segment and of the prompt; no call with a bias, which a mask is.
+  forward, backward = '__cudnn$fmhaSoftmax', '__cudnn$fmhaSoftmaxBackward'
+  assert sorted(calls) == [*[forward] * 4, *[backward] * 2]
+  kinds = re.findall(r'"mask_type": ?"(\w+)"', step)
+  assert sorted(kinds) == ['PADDING'] * 3 + ['PADDING_CAUSAL'] * 3
+  assert not re.search(rf'\[[\d,]*{LENGTH},{LENGTH}\]', step)
+
+
 def rows_of(*segment_lengths):
   """A group with a row for each list of segment lengths."""
 

@@ -81,6 +81,21 @@ def test_optional_columns():
   assert batch.state_hash.tolist() == [-1, 9, -1]
 
 
+def test_roles_and_rewards_of_rows():
+  """An episode of two rows that its environment alone rewarded has its return."""
+  listed = {'role': 2, 'reward_terms': [(3.0, 0.5), (1.0, 2.0)]}
+  first, second = row(3, seed=1), row(4, seed=2, turn=1)
+  groups = [[row(3, sample_index=1, extras=listed), first, second]]
+  batch = collate(groups, [4], num_rows=4)
+  assert batch.role_ids.tolist() == [2, 0, 0, -1]
+  total = first.score + second.score
+  terms, weights = batch.reward_terms, batch.reward_weights
+  assert terms.shape == weights.shape == (4, 8) and terms.dtype == np.float32
+  np.testing.assert_allclose(terms[:, :2], [[3, 1], [total, 0], [total, 0], [0, 0]])
+  np.testing.assert_allclose(weights[:, :2], [[0.5, 2], [1, 0], [1, 0], [0, 0]])
+  assert collate([[row(3)]], [4]).role_ids is None
+
+
 def test_pad_id():
   batch = collate([[row(3)]], [4], num_rows=2, pad_id=77)
   assert batch.tokens[0, 3:].tolist() == [77]

@@ -19,6 +19,7 @@ KINDS = (
   'adafactor(min_size=8)',
   "lion(state_dtype='bfloat16')",
   'sgd',
+  'muon',
 )
 
 

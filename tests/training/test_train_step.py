@@ -9,7 +9,10 @@ import numpy as np
 import pytest
 
 from jaxrl.functional import kl, losses
+from jaxrl.models import layer_stack, lora
 from jaxrl.options import ConfigError
+from jaxrl.training.learner import Learner
+from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.optimizers import OptimizerOptions, make_optimizer
 from jaxrl.types import Advantages, Algorithm
 from tests.calls import make_algorithm
@@ -181,3 +184,55 @@ async def test_what_a_loss_says_of_rows_without_actions_is_not_read():
 
   (metrics,) = await train(Algorithm(policy_loss=loss), groups=toy.groups(sizes=(3, 3)))
   assert 1 / metrics['policy/count'] <= metrics['policy/inverse'] < 1
+
+
+def casts_of_kernels(jaxpr, shapes, depth=0):
+  """Yields, of casts of arrays that look like kernels, in how many scans they are."""
+  for eqn in jaxpr.eqns:
+    if eqn.primitive.name == 'convert_element_type':
+      x, y = eqn.invars[0].aval, eqn.outvars[0].aval
+      if (x.dtype, y.dtype) == (jnp.float32, jnp.bfloat16) and x.shape in shapes:
+        yield depth
+    for value in eqn.params.values():
+      for inner in value if isinstance(value, tuple | list) else (value,):
+        if hasattr(inner := getattr(inner, 'jaxpr', inner), 'eqns'):
+          yield from casts_of_kernels(
+            inner, shapes, depth + (eqn.primitive.name == 'scan')
+          )
+
+
+@pytest.mark.parametrize('adapters', [None, lora.lora_adapters(rank=2)])
+def test_matrices_are_cast_once_for_all_micro_batches(adapters):
+  model = dataclasses.replace(toy.model(), dtype='bfloat16')
+  params = toy.params()
+  if adapters is not None:
+    model = dataclasses.replace(model, config=model.config.replace(lora=adapters))
+    params = lora.add_adapters(model, params, jax.random.key(0))
+  learner = Learner(
+    model,
+    params,
+    make_algorithm('sft'),
+    num_rows=8,
+    length_buckets=(16,),
+    options=LearnerOptions(num_micro_batches=4),
+  )
+  jaxpr = learner.trace(16)[1]['train'].jaxpr.jaxpr
+  kernel = model.init(jax.random.key(0))['layers']['mlp']['gate']['kernel']
+  stacked, one = kernel.shape, kernel.shape[1:]
+  # Of gate and up, before the scan over micro-batches; none in the scan over layers.
+  assert [*casts_of_kernels(jaxpr, {stacked, one})] == [0, 0]
+
+
+def test_only_kernels_of_products_are_cast():
+  params = toy.params()
+  cast = layer_stack.cast_kernels(params, 'bfloat16')
+  kinds = {
+    jax.tree_util.keystr(path, simple=True, separator='.')
+    for path, x in jax.tree_util.tree_leaves_with_path(cast)
+    if x.dtype == jnp.bfloat16
+  }
+  names = [f'attention.{name}' for name in 'qkvo']
+  names += [f'mlp.{name}' for name in ('gate', 'up', 'down')]
+  assert kinds == {f'layers.{name}.kernel' for name in names}
+  same = layer_stack.cast_kernels(params, 'float32')
+  assert all(x is y for x, y in zip(*map(jax.tree.leaves, (same, params)), strict=True))

@@ -50,6 +50,7 @@ class Bigram:
     temperature=1.0,
     entropy=False,
     nec=False,
+    sum_pi_squared=False,
     topk_ids=None,
   ):
     before, there = tokens[:, :-1], segment_ids[:, 1:] > 0
@@ -73,6 +74,7 @@ class Bigram:
       shift(h) if entropy else None,
       shift(params['value_head']['kernel'][before]) if self.config.value_head else None,
       shift((jnp.exp(2 * full) * (h[..., None] + full)).sum(-1)) if nec else None,
+      shift(jnp.exp(2 * full).sum(-1)) if sum_pi_squared else None,
       topk,
     )
 

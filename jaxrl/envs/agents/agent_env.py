@@ -116,7 +116,7 @@ class AgentEnv:
     Raises:
       ValueError: If the agent returned something else. Its own errors are passed on.
     """
-    return _validate_result(self._runner(self._task, base_url, api_key))
+    return validate_result(self._runner(self._task, base_url, api_key))
 
   def judge(
     self, agent_result: Mapping[str, Any], reply: str, feedback: float
@@ -163,8 +163,18 @@ def _split(command: str) -> list[str]:
   return parts
 
 
-def _validate_result(value: Any) -> dict[str, Any]:
-  """Validates what an agent returned. Raises ValueError."""
+def validate_result(value: Any) -> dict[str, Any]:
+  """Validates what an agent returned.
+
+  Args:
+    value: Nothing, a number, or a mapping with reward, metrics and given.
+
+  Returns:
+    The mapping.
+
+  Raises:
+    ValueError: If it is something else.
+  """
   if value is None:
     return {}
   result = dict(value) if isinstance(value, Mapping) else {'reward': value}

@@ -4,8 +4,6 @@ Tasks are folders of Terminal-Bench (`terminal_bench_tasks`). Tests are copied i
 sandbox after the agent's last command, when nothing that it started is alive.
 """
 
-import json
-import math
 import os
 import re
 from collections.abc import Mapping
@@ -18,6 +16,7 @@ from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
 from jaxrl.envs.terminal import (
   dockerfile,
+  harbor_tasks,
   shell_session,
   terminal_bench_tasks,
   test_results,
@@ -33,7 +32,7 @@ class TerminalBenchEnv:
   """Plays one task at a time, whose `question` names a folder below `tasks`.
 
   The reward is 1 if all tests pass, else 0. For tasks of the second form it is what
-  their tests write, from 0 to 1.
+  their tests write, as Harbor reads it; 0 if that is no number.
 
   Args:
     tasks: The folder of tasks.
@@ -128,12 +127,13 @@ class TerminalBenchEnv:
       staged = dockerfile.stage_dockerfile(self._task.context, scratch)
     self._sandbox = sandbox = self._make_sandbox(
       folders=staged.folders,
-      workdir=staged.workdir,
+      workdir=self._task.workdir or staged.workdir,
       task=self._task.name,
-      environment=staged.environment,
+      environment={**staged.environment, **self._task.variables},
     )
     sandbox.start()
-    if self._local and sandbox.exec(['pwd']).text.strip() != staged.workdir:
+    workdir = self._task.workdir or staged.workdir
+    if self._local and sandbox.exec(['pwd']).text.strip() != workdir:
       raise SandboxError(
         "tasks of terminal_bench name paths from the root, which unsafe=True can't "
         'give: use docker or podman where there are no namespaces'
@@ -165,7 +165,9 @@ class TerminalBenchEnv:
         return None
       sandbox.put(folder, f'{scratch}/solution')
     seconds = self._time_factor * task.agent_seconds
-    result = sandbox.exec(['bash', f'{folder}/{task.solution}'], seconds=seconds)
+    variables = [f'{name}={value}' for name, value in task.solution_variables.items()]
+    argv = ['env', *variables, 'bash', f'{folder}/{task.solution}']
+    result = sandbox.exec(argv, seconds=seconds)
     if result.code:
       output = test_results.describe_run(result, seconds)
       self._solution_output = f'the reference solution: {output}\nthe tests: '
@@ -184,18 +186,19 @@ class TerminalBenchEnv:
       task.stage_tests(scratch / 'tests')
       sandbox.put(terminal_bench_tasks.TESTS_DIR, f'{scratch}/tests')
     if task.writes_reward:
-      sandbox.put(terminal_bench_tasks.REWARDS_DIR, None)
-    command = (
-      self._test_command or f'bash {terminal_bench_tasks.TESTS_DIR}/{task.script}'
-    )
+      sandbox.put(harbor_tasks.REWARDS_DIR, None)
+    script = f'{terminal_bench_tasks.TESTS_DIR}/{task.script}'
+    # Harbor runs the script by its own first line.
+    command = self._test_command or (script if task.writes_reward else f'bash {script}')
     variables = (
       f'TEST_DIR={terminal_bench_tasks.TESTS_DIR}',
       'PYTHONDONTWRITEBYTECODE=1',
+      *(f'{name}={value}' for name, value in task.test_variables.items()),
     )
-    argv = ['env', *variables, 'sh', '-c', command]
+    shell = 'bash' if task.writes_reward else 'sh'
+    argv = ['env', *variables, shell, '-c', command]
     seconds = self._time_factor * task.test_seconds
     result = sandbox.exec(argv, seconds=seconds)
-    timed_out = float(result.limit == 'time')
     # The agent cannot have removed this machine's own programs.
     if self._local and _lacks_program(result):
       raise SandboxError(
@@ -205,9 +208,7 @@ class TerminalBenchEnv:
     output = self._solution_output + test_results.describe_run(result, seconds)
     columns = {'failed': '', 'task': task.name, 'test_output': output}
     if task.writes_reward:
-      reward = 0.0 if result.limit else self._read_reward(sandbox)
-      shares = {'passed': reward, 'test_timeout': timed_out}
-      return reward, {'metrics': shares, 'columns': columns}
+      return self._read_rewards(sandbox, result, columns)
     passed = test_results.parse_pytest_summary(result.stdout.decode('utf-8', 'replace'))
     failed = [name for name, ok in passed.items() if not ok]
     if not passed and result.code == 0:
@@ -215,21 +216,29 @@ class TerminalBenchEnv:
     solved = bool(passed) and not failed and result.code == 0
     share = sum(passed.values()) / len(passed) if passed else 0.0
     columns['failed'] = '\n'.join(failed)
-    metrics = {'passed': share, 'test_timeout': timed_out}
+    metrics = {'passed': share, 'test_timeout': float(result.limit == 'time')}
     return float(solved), {'metrics': metrics, 'columns': columns}
 
-  def _read_reward(self, sandbox: Sandbox) -> float:
-    """Returns the reward that the tests wrote, as a number or JSON; else 0."""
-    for name in ('reward.txt', 'reward.json'):
-      path = f'{terminal_bench_tasks.REWARDS_DIR}/{name}'
-      text = sandbox.exec(['cat', '--', path], output=1 << 16).stdout
-      try:
-        value = json.loads(text)
-        reward = float(value['reward'] if isinstance(value, dict) else value)
-      except (ValueError, RecursionError, KeyError, TypeError):
-        continue
-      return min(max(reward, 0.0), 1.0) if math.isfinite(reward) else 0.0
-    return 0.0
+  def _read_rewards(
+    self, sandbox: Sandbox, result: ExecResult, columns: dict[str, Any]
+  ) -> tuple[float, dict[str, Any]]:
+    """Returns the reward that the tests wrote and the info with all that they wrote."""
+    files = {}
+    for name in harbor_tasks.REWARD_FILES:
+      argv = ['cat', '--', f'{harbor_tasks.REWARDS_DIR}/{name}']
+      read = sandbox.exec(argv, output=harbor_tasks.MAX_REWARD_BYTES)
+      if read.code == 0:
+        files[name] = read.stdout
+    try:
+      if result.limit:
+        raise ValueError(f'the tests reached their limit of {result.limit}')
+      reward, others = harbor_tasks.parse_rewards(files)
+    except ValueError as error:
+      columns['failed'] = str(error)
+      reward, others = 0.0, {}
+    shares = {'passed': reward, 'test_timeout': float(result.limit == 'time')}
+    metrics = {f'reward/{name}': value for name, value in others.items()} | shares
+    return reward, {'metrics': metrics, 'columns': columns}
 
   def kill(self) -> None:
     """Ends everything that runs and removes its files, from any thread."""

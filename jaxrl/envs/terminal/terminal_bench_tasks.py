@@ -8,12 +8,13 @@ https://harborframework.com/docs.
 
 import dataclasses
 import shutil
-import tomllib
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrl.envs.terminal import harbor_tasks
+
 TESTS_DIR = '/tests'  # where a task's tests lie when they run
-REWARDS_DIR = '/logs/verifier'  # where those of the second form write their reward
 SOLUTION_DIR = '/solution'  # where a task's reference solution lies when it runs
 
 
@@ -30,8 +31,12 @@ class TerminalTask:
     context: The folder of the Dockerfile.
     script: The name of the test script below `TESTS_DIR`.
     solution: The name of the solution's script below `SOLUTION_DIR`; there may be none.
-    writes_reward: Whether the tests write a reward to `REWARDS_DIR`; otherwise pytest's
-      summary in their output counts.
+    writes_reward: Whether the tests write a reward to `harbor_tasks.REWARDS_DIR`;
+      otherwise pytest's summary in their output counts.
+    workdir: The folder in which everything runs; '' means the Dockerfile's.
+    variables: Environment variables of everything.
+    test_variables: Environment variables of the tests.
+    solution_variables: Environment variables of the reference solution.
   """
 
   name: str
@@ -43,6 +48,10 @@ class TerminalTask:
   script: str
   solution: str
   writes_reward: bool
+  workdir: str = ''
+  variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  test_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  solution_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
   def stage_tests(self, folder: Path) -> None:
     """Copies everything that grading needs.
@@ -57,6 +66,8 @@ class TerminalTask:
       folder.mkdir()
     if not self.writes_reward:
       shutil.copy(self.folder / self.script, folder / self.script)
+    if not (folder / self.script).is_symlink():
+      (folder / self.script).chmod(0o755)
 
   def stage_solution(self, folder: Path) -> bool:
     """Copies the reference solution.
@@ -128,20 +139,22 @@ def _read_first_form(folder: Path) -> TerminalTask:
 
 
 def _read_second_form(folder: Path) -> TerminalTask:
-  with (folder / 'task.toml').open('rb') as file:
-    settings = tomllib.load(file)
-  instruction = folder / 'instruction.md'
+  settings = harbor_tasks.read_harbor_settings(folder)
   return _validated(
     TerminalTask(
       name=folder.name,
       folder=folder,
-      instruction=instruction.read_text() if instruction.is_file() else '',
-      agent_seconds=float(settings.get('agent', {}).get('timeout_sec', 600)),
-      test_seconds=float(settings.get('verifier', {}).get('timeout_sec', 600)),
+      instruction=settings.instruction,
+      agent_seconds=settings.agent_seconds,
+      test_seconds=settings.test_seconds,
       context=folder / 'environment',
       script='test.sh',
       solution='solve.sh',
       writes_reward=True,
+      workdir=settings.workdir,
+      variables=settings.variables,
+      test_variables=settings.test_variables,
+      solution_variables=settings.solution_variables,
     )
   )
 

@@ -19,14 +19,22 @@ if TYPE_CHECKING:
     clip_b,
     clip_v,
     grpo,
+    maxrl,
     opmd,
     rec,
     rloo,
   )
+  from jaxrl.functional.advantages.optimal_baseline import optimal_token_baseline
   from jaxrl.functional.advantages.reward_normalisation import (
+    gdpo,
     init_moments,
     normalise,
     update_moments,
+  )
+  from jaxrl.functional.advantages.role_relative import (
+    hierarchical_grpo,
+    init_baselines,
+    rae,
   )
   from jaxrl.functional.advantages.token_level import (
     agentic_reinforce,
@@ -51,12 +59,18 @@ __all__ = [
   'clip_b',
   'clip_v',
   'grpo',
+  'maxrl',
   'opmd',
   'rec',
   'rloo',
+  'optimal_token_baseline',
+  'gdpo',
   'init_moments',
   'normalise',
   'update_moments',
+  'hierarchical_grpo',
+  'init_baselines',
+  'rae',
   'agentic_reinforce',
   'gae',
   'grpo_distill',
@@ -78,11 +92,14 @@ _NAMES_OF_MODULE = {
     'clip_b',
     'clip_v',
     'grpo',
+    'maxrl',
     'opmd',
     'rec',
     'rloo',
   ),
-  'reward_normalisation': ('init_moments', 'normalise', 'update_moments'),
+  'optimal_baseline': ('optimal_token_baseline',),
+  'reward_normalisation': ('gdpo', 'init_moments', 'normalise', 'update_moments'),
+  'role_relative': ('hierarchical_grpo', 'init_baselines', 'rae'),
   'token_level': (
     'agentic_reinforce',
     'gae',

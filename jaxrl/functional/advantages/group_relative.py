@@ -233,6 +233,36 @@ def rloo(
 
 
 @component(group_relative=True)
+def maxrl(
+  rewards: Array, mask: Array, group_ids: Array, episode_ids: Array
+) -> Advantages:
+  """Computes A = (R − μ)/μ, maximum likelihood RL (arXiv 2602.02710).
+
+  Rare successes weigh as in the likelihood of success, about 1/μ, where GRPO's standard
+  deviation weighs them by about 1/√μ. Rewards must not be negative: a group with μ ≤ 0
+  has A = 0. A group of one has A = R.
+
+  Args:
+    rewards: `[B, T]` float, the reward at each token.
+    mask: `[B, T]` bool, True at action tokens.
+    group_ids: `[B]` int32, the group (task) of each row; −1 at padding rows.
+    episode_ids: `[B]` int32, the episode of each row; −1 at padding rows.
+
+  Returns:
+    Advantages `[B, T]`.
+  """
+  returns = reductions.episode_returns(rewards, episode_ids)
+  stats = reductions.group_stats(
+    returns, reductions.group_of_episode(group_ids, episode_ids)
+  )
+  is_positive = stats.mean > 0
+  scaled = (returns - stats.mean) / jnp.where(is_positive, stats.mean, 1)
+  advantage = jnp.where(is_positive, scaled, 0)
+  advantage = jnp.where(stats.count == 1, returns, advantage)
+  return Advantages(reductions.episode_to_tokens(advantage, episode_ids, mask))
+
+
+@component(group_relative=True)
 def rec(
   rewards: Array,
   mask: Array,
@@ -385,6 +415,7 @@ def clip_v(
   *,
   mu: float = 8.5,
   max_frac: float = 1e-4,
+  drop_zero: bool = False,
 ) -> Advantages:
   """Computes GRPO without tokens with A < 0 and NEC − S > μσ (arXiv 2602.03392).
 
@@ -392,6 +423,11 @@ def clip_v(
   population standard deviation of D over action tokens. When too many would be dropped,
   the max(⌊max_frac·tokens⌋, 1) with the largest D are. A is that of `grpo`, so a group
   of one has A = R.
+
+  Tokens with A = 0 stay, and count in the denominator, KL and entropy: by the paper's
+  Theorem 3.3 an update moves the entropy by −α(S − E[S]) with α in proportion to A, so
+  theirs moves nothing that there were to clip. Trinity-RFT 0.6.0 drops those with
+  D > μσ too, however many there are, although its `clipb` keeps them.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.
@@ -404,6 +440,7 @@ def clip_v(
       `entropy.nec`.
     mu: The factor μ on the standard deviation σ.
     max_frac: The largest share of action tokens to drop.
+    drop_zero: Whether tokens with A = 0 and D > μσ are dropped too, beyond `max_frac`.
 
   Returns:
     Advantages `[B, T]`. Metric 'dropped'.
@@ -414,7 +451,8 @@ def clip_v(
   d = jnp.where(mask, nec - s, 0)
   centred = jnp.where(mask, d - reductions.masked_mean(d, mask), 0)
   sigma = reductions.safe_sqrt(reductions.masked_mean(centred**2, mask))
-  drop = mask & (out.advantages < 0) & (d > mu * sigma)
+  is_far = mask & (sigma > 1e-12) & (d > mu * sigma)  # all equal: none is far
+  drop = is_far & (out.advantages < 0)
   most = jnp.maximum(jnp.floor(max_frac * jnp.sum(mask)), 1).astype(jnp.int32)
   place = jnp.where(
     drop, reductions.float_order_bits(d), -1
@@ -422,6 +460,8 @@ def clip_v(
   drop &= place >= reductions.largest_float_where(
     lambda bound: jnp.sum(place >= bound) >= most
   )
+  if drop_zero:
+    drop |= is_far & (out.advantages == 0)
   return _without(out, drop, mask)
 
 

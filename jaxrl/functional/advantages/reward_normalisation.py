@@ -2,9 +2,11 @@
 
 from typing import Any, Literal
 
+import jax
 import jax.numpy as jnp
 
 from jaxrl.functional import reductions
+from jaxrl.functional.advantages.group_relative import normalise_in_group
 from jaxrl.functional.components import component
 from jaxrl.types import Advantages, Array
 
@@ -137,3 +139,47 @@ def _running(state: Any) -> dict[str, Array]:
   if state is None:
     raise ValueError("'running' statistics need `state`: see init_moments")
   return state
+
+
+@component(group_relative=True)
+def gdpo(
+  mask: Array,
+  group_ids: Array,
+  episode_ids: Array,
+  reward_terms: Array,
+  reward_weights: Array,
+  *,
+  whiten: bool = True,
+) -> Advantages:
+  """Computes A = whiten(Σ_k w_k·(R_k − μ_k)/(s_k + 1e-6)) (GDPO, arXiv 2601.05242).
+
+  Every reward is normalised in its group before they are added up, so that none drowns
+  the others: answers with rewards (0, 2) and (1, 1) are equal to GRPO, and not to GDPO.
+  The rewards are the terms of `rollout.rewards` and their weights; what shapers do to
+  their sum has no effect. A group of one has R_k itself in the place of the quotient.
+
+  Args:
+    mask: `[B, T]` bool, True at action tokens.
+    group_ids: `[B]` int32, the group (task) of each row; −1 at padding rows.
+    episode_ids: `[B]` int32, the episode of each row; −1 at padding rows.
+    reward_terms: `[B, K]` the score of each reward of a row's episode.
+    reward_weights: `[B, K]` their weights, 0 where there is no reward.
+    whiten: Whether to whiten the sum over the batch's action tokens, as the paper does.
+
+  Returns:
+    Advantages `[B, T]`.
+  """
+  tasks = reductions.group_of_episode(group_ids, episode_ids)
+
+  def of_episode(column: Array) -> Array:
+    # All its rows say the same, to the bit: a mean would make equal rewards unequal.
+    return jnp.where(tasks < 0, 0, reductions.segment_max(column, episode_ids))
+
+  def normalised(score: Array, weight: Array) -> Array:
+    return of_episode(weight) * normalise_in_group(of_episode(score), tasks)[0]
+
+  total = jnp.sum(jax.vmap(normalised, 1)(reward_terms, reward_weights), axis=0)
+  advantages = reductions.episode_to_tokens(total, episode_ids, mask)
+  if whiten:
+    advantages = reductions.whiten(advantages, jnp.asarray(mask, bool))
+  return Advantages(advantages)

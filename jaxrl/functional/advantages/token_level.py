@@ -128,6 +128,7 @@ def reinforce_plus_plus(
   *,
   gamma: float = 1.0,
   baseline: Literal['none', 'group'] = 'none',
+  max_sigma: float | None = None,
 ) -> Advantages:
   """Computes A = whiten(Σ_k γ^k r_{t+k}) over the batch (arXiv 2501.03262).
 
@@ -142,9 +143,12 @@ def reinforce_plus_plus(
     gamma: The discount γ.
     baseline: 'group' first subtracts the mean total reward of the group; 'none' does
       not.
+    max_sigma: Tokens with |A| > max_sigma are left out of the loss, as in R1-Reward
+      with 3 (arXiv 2505.02835); None leaves out none.
 
   Returns:
-    Advantages `[B, T]`. `returns` is the return-to-go.
+    Advantages `[B, T]`. `returns` is the return-to-go. `keep` is False at tokens that
+    `max_sigma` leaves out.
   """
   returns = returns_to_go(rewards, mask, gamma)
   advantages = returns
@@ -157,7 +161,9 @@ def reinforce_plus_plus(
     advantages = returns - reductions.episode_to_tokens(mean, episode_ids, mask)
   elif baseline != 'none':
     raise ValueError(f"baseline is {baseline!r}; it must be 'none' or 'group'")
-  return Advantages(reductions.whiten(advantages, jnp.asarray(mask, bool)), returns)
+  whitened = reductions.whiten(advantages, jnp.asarray(mask, bool))
+  keep = None if max_sigma is None else jnp.abs(whitened) <= max_sigma
+  return Advantages(whitened, returns, keep)
 
 
 @component()

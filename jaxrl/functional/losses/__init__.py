@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
   from jaxrl.functional.losses.clipped import cispo, gspo, ppo_clip, sapo, value_loss
+  from jaxrl.functional.losses.covariance import clip_cov, kl_cov, token_covariance
   from jaxrl.functional.losses.distillation import distill
   from jaxrl.functional.losses.expert_mixture import chord_mu, mix, mix_chord
   from jaxrl.functional.losses.importance_weighted import (
@@ -27,6 +28,15 @@ if TYPE_CHECKING:
   )
   from jaxrl.functional.losses.likelihood import opmd, sft, sft_is, sft_phi, vanilla
   from jaxrl.functional.losses.preference import check_pairs, dpo, hinge, ipo
+  from jaxrl.functional.losses.proximal import a3po, proximal_logprobs
+  from jaxrl.functional.losses.sequence_weighted import gmpo, vespo
+  from jaxrl.functional.losses.trust_region import (
+    dppo_kl,
+    dppo_tv,
+    dro,
+    probability_band,
+    stable_reinforce,
+  )
 
 __all__ = [
   'cispo',
@@ -34,6 +44,9 @@ __all__ = [
   'ppo_clip',
   'sapo',
   'value_loss',
+  'clip_cov',
+  'kl_cov',
+  'token_covariance',
   'distill',
   'chord_mu',
   'mix',
@@ -55,10 +68,20 @@ __all__ = [
   'dpo',
   'hinge',
   'ipo',
+  'a3po',
+  'proximal_logprobs',
+  'gmpo',
+  'vespo',
+  'dppo_kl',
+  'dppo_tv',
+  'dro',
+  'probability_band',
+  'stable_reinforce',
 ]
 
 _NAMES_OF_MODULE = {
   'clipped': ('cispo', 'gspo', 'ppo_clip', 'sapo', 'value_loss'),
+  'covariance': ('clip_cov', 'kl_cov', 'token_covariance'),
   'distillation': ('distill',),
   'expert_mixture': ('chord_mu', 'mix', 'mix_chord'),
   'importance_weighted': (
@@ -73,6 +96,9 @@ _NAMES_OF_MODULE = {
   ),
   'likelihood': ('opmd', 'sft', 'sft_is', 'sft_phi', 'vanilla'),
   'preference': ('check_pairs', 'dpo', 'hinge', 'ipo'),
+  'proximal': ('a3po', 'proximal_logprobs'),
+  'sequence_weighted': ('gmpo', 'vespo'),
+  'trust_region': ('dppo_kl', 'dppo_tv', 'dro', 'probability_band', 'stable_reinforce'),
 }
 _MODULE_OF_NAME = {
   name: module for module, names in _NAMES_OF_MODULE.items() for name in names

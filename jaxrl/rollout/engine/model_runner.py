@@ -20,6 +20,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models import kv_cache as caches
+from jaxrl.models import layer_stack
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.lora import is_transfer, merge_transfer
 from jaxrl.models.transformer_lm import TransformerLM
@@ -215,7 +216,9 @@ class ModelRunner:
     self._update = jax.jit(partial(_update_slots), donate_argnums=0)
     self._experts = jax.jit(partial(caches.experts_of))
     self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
-    self._arrange = jax.jit(partial(_arrange, model, self._is_static))
+    self._is_on_cpu = platform_of(model.platform) == 'cpu'
+    arrange = partial(_arrange, model, self._is_static)
+    self._arrange = arrange if self._is_on_cpu else jax.jit(arrange)
     self._num_warm_programs: int | None = None  # None before the warm-up
     self._image_features: Any = None
     if model.config.vision is not None:
@@ -359,7 +362,16 @@ class ModelRunner:
       return cache
     table = np.zeros((self.num_slots, 3), np.int32)
     table[: len(copies)] = copies
-    return self._copy(cache, table, np.int32(len(copies)))
+    arguments = table, np.int32(len(copies))
+    if not self._is_on_cpu:
+      return self._copy(cache, *arguments)
+    # A program for one layer, not for all, which XLA would take nearly as long to
+    # compile as a decode step.
+    done = []
+    for i in range(self.model.config.num_layers):
+      layer = {name: layers[i : i + 1] for name, layers in cache.items()}
+      done.append(self._copy(layer, *arguments))
+    return {name: sum((layer[name] for layer in done), ()) for name in cache}
 
   def update_slots(
     self, slots: SlotState, is_updated: np.ndarray, new_state: SlotState
@@ -438,8 +450,15 @@ def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
 
 def _arrange(model: TransformerLM, joins: bool, params: Params) -> Params:
   """Lays parameters out as decode reads them fastest."""
-  params = model.unstack(params)
-  if not joins:  # on a CPU it gains nothing
+  if platform_of(model.platform) == 'cpu':
+    params = layer_stack.unstack_by_layer(model.config, params)
+  else:
+    params = model.unstack(params)
+  if model.weights_dtype:
+    from jaxrl.models.decoding import output_major  # most engines need it not
+
+    return output_major.arrange(params, model.weights_dtype)
+  if not joins:
     return params
   from jaxrl.models.decoding import joined_products  # for GPUs alone
 

@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, ClassVar
 
 from jaxrl.rollout.gateway.anthropic_requests import error_body
 from jaxrl.rollout.gateway.choice_runner import (
@@ -11,40 +11,20 @@ from jaxrl.rollout.gateway.choice_runner import (
   ReplyDelta,
   tool_input,
 )
-from jaxrl.rollout.gateway.generation_request import ApiError, GenerationRequest
-from jaxrl.rollout.gateway.response_formatter import Decode
+from jaxrl.rollout.gateway.formatter_base import Event, FormatterBase
+from jaxrl.rollout.gateway.generation_request import ApiError
 
-Event = dict[str, Any]
 _STOP_REASONS = {'length': 'max_tokens', 'tool_calls': 'tool_use'}
 
 
-class AnthropicFormatter:
-  """Formats the result of one request.
+class AnthropicFormatter(FormatterBase):
+  """Formats a result as a message, or as the events of one."""
 
-  Attributes:
-    heartbeat: The event of a stream in which nothing is new.
-    names_events: Whether events are sent under the name of their type.
-    last_line: What ends a stream, after its events; '' for nothing.
-  """
-
-  heartbeat: Event | None = {'type': 'ping'}  # noqa: RUF012
+  heartbeat: ClassVar[Event | None] = {'type': 'ping'}
   names_events = True
-  last_line = ''
 
-  def __init__(
-    self, request: GenerationRequest, decode: Decode, model: str, created: int
-  ):
-    """Creates a formatter.
-
-    Args:
-      request: The request.
-      decode: Not needed.
-      model: The model's name.
-      created: Not needed.
-    """
-    del decode, created
-    self._request = request
-    self._model = model
+  def __post_init__(self):
+    """Prepares for a stream's first block."""
     self._key = ''
     self._num_blocks = 0
     self._open = ''  # the type of the block that is being written
@@ -70,7 +50,7 @@ class AnthropicFormatter:
       blocks.append(_call_block(call) | {'input': tool_input(call)})
     usage = _usage(len(result.prompt), result)
     body = self._message(result.name, blocks, usage) | _stop_fields(result)
-    if self._request.return_token_ids:
+    if self.request.return_token_ids:
       body['prompt_token_ids'] = result.prompt
       body['token_ids'] = result.completion.tokens.tolist()
     return body
@@ -173,7 +153,7 @@ class AnthropicFormatter:
       'id': name,
       'type': 'message',
       'role': 'assistant',
-      'model': self._model,
+      'model': self.model,
       'content': blocks,
       'stop_reason': None,
       'stop_sequence': None,

@@ -61,6 +61,7 @@ _ERROR_TYPES = {
   429: 'rate_limit_error',
   503: 'overloaded_error',
 }
+ERROR_MARK = 'Error: '  # before the content of a tool result with is_error
 _CHOICES = {'auto': 'auto', 'none': 'none', 'any': 'required'}
 
 
@@ -90,6 +91,7 @@ class _ToolUse(msgspec.Struct, tag='tool_use'):
 class _ToolResult(msgspec.Struct, tag='tool_result'):
   tool_use_id: str
   content: str | list[_Text | _Image] | None = None
+  is_error: bool | None = None
 
 
 class _Entry(msgspec.Struct):
@@ -180,6 +182,14 @@ def parse_messages(data: bytes, cache: RequestCache | None) -> GenerationRequest
   except ApiError as error:
     raise typed_bodies.rename_field(error, _NAMES) from error
   thinking = fields.thinking.type if fields.thinking else 'adaptive'
+  budget = fields.thinking.budget_tokens if fields.thinking else None
+  if thinking == 'enabled' and budget is not None and budget < fields.max_tokens:
+    raise invalid_field(
+      'thinking.budget_tokens',
+      'a thought cannot be ended early: leave it out, and limit the whole reply by '
+      'max_tokens',
+      'unsupported_value',
+    )
   return dataclasses.replace(
     request,
     api='messages',
@@ -278,7 +288,7 @@ def _parse_entry(value: Any, place: str) -> list[Message]:
   if any(isinstance(block, _ToolResult) for block in others):
     raise invalid_field(f'{place}.content', 'tool_result must come before other blocks')
   messages = [
-    {'role': 'tool', 'tool_call_id': one.tool_use_id, 'content': _parts(one.content)}
+    {'role': 'tool', 'tool_call_id': one.tool_use_id, 'content': _result_content(one)}
     for one in results
   ]
   if others or not results:
@@ -305,6 +315,16 @@ def _reply(blocks: list[Any]) -> dict[str, Any]:
     'reasoning_content': '\n'.join(thoughts),
     'tool_calls': calls,
   }
+
+
+def _result_content(result: _ToolResult) -> Any:
+  """Returns what the model reads; no chat template has a field that says it failed."""
+  content = result.content
+  if not result.is_error:
+    return _parts(content)
+  if content is None or isinstance(content, str):
+    return f'{ERROR_MARK}{content or ""}'
+  return _parts([_Text(ERROR_MARK), *content])
 
 
 def _parts(content: Any) -> Any:

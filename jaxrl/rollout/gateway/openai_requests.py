@@ -350,8 +350,18 @@ def _lacks_image(message: Message) -> bool:
 
 
 def _normalize(message: Message) -> Message:
-  """Drops empty fields and renames the role 'developer', which clients write freely."""
+  """Drops empty fields and renames the role 'developer', which clients write freely.
+
+  OpenAI's client leaves the `index` that streams have in the calls that it returns.
+  """
   fields = {k: v for k, v in message.items() if v or k == 'content'}
+  if 'tool_calls' in fields:
+    fields['tool_calls'] = [
+      {k: v for k, v in call.items() if k != 'index'}
+      if isinstance(call, dict)
+      else call
+      for call in fields['tool_calls']
+    ]
   return {**fields, 'role': 'system'} if fields['role'] == 'developer' else fields
 
 

@@ -1,43 +1,23 @@
 """ResponseFormatter writes results as the JSON of OpenAI's API, whole or in chunks."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.rollout.gateway.choice_runner import ChoiceResult, ChoiceRunner, ReplyDelta
-from jaxrl.rollout.gateway.generation_request import ApiError, GenerationRequest
+from jaxrl.rollout.gateway.formatter_base import Decode, FormatterBase
+from jaxrl.rollout.gateway.generation_request import ApiError
 from jaxrl.types import Completion
 
-Decode = Callable[[list[int]], str]
 
+class ResponseFormatter(FormatterBase):
+  """Formats results as chats or as plain completions."""
 
-class ResponseFormatter:
-  """Formats the results of one request.
-
-  Attributes:
-    heartbeat: The event of a stream in which nothing is new; None for none.
-    names_events: Whether events are sent under the name of their type.
-    last_line: What ends a stream, after its events; '' for nothing.
-  """
-
-  heartbeat: dict[str, Any] | None = None
-  names_events = False
   last_line = 'data: [DONE]'
 
-  def __init__(
-    self, request: GenerationRequest, decode: Decode, model: str, created: int
-  ):
-    """Creates a formatter.
-
-    Args:
-      request: The request.
-      decode: Turns token ids into text.
-      model: The model's name.
-      created: When the response was created, in seconds since the epoch.
-    """
-    self._request = request
-    self._decode = decode
-    self._is_chat = request.messages is not None
-    self._head = {'created': created, 'model': model}
+  def __post_init__(self):
+    """Prepares what all chunks have."""
+    self._is_chat = self.request.messages is not None
+    self._head = {'created': self.created, 'model': self.model}
     self._names: list[str] = []  # of the choices
 
   def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
@@ -64,7 +44,7 @@ class ResponseFormatter:
       'choices': choices,
       'usage': token_usage(results),
     }
-    if self._request.return_token_ids:
+    if self.request.return_token_ids:
       body['prompt_token_ids'] = results[0].prompt
     return body
 
@@ -115,7 +95,7 @@ class ResponseFormatter:
     Args:
       results: The result of each choice.
     """
-    if not self._request.include_usage:
+    if not self.request.include_usage:
       return []
     return [{**self._chunk(results[0].name), 'usage': token_usage(results)}]
 
@@ -135,16 +115,16 @@ class ResponseFormatter:
 
   def _final_fields(self, result: ChoiceResult) -> dict[str, Any]:
     fields: dict[str, Any] = {'finish_reason': result.finish_reason, 'logprobs': None}
-    if self._request.logprobs:
+    if self.request.logprobs:
       fields['logprobs'] = self._format_logprobs(result)
     # The choices of a request share its id; each also has an id of its own.
     fields['completion_id'] = result.name
-    if self._request.return_token_ids:
+    if self.request.return_token_ids:
       fields['token_ids'] = result.completion.tokens.tolist()
     return fields
 
   def _format_logprobs(self, result: ChoiceResult) -> dict[str, Any]:
-    content = format_logprobs(result.completion, self._decode)
+    content = format_logprobs(result.completion, self.decode)
     if self._is_chat:
       return {'content': content, 'refusal': None}
     return {

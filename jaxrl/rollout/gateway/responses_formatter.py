@@ -4,41 +4,19 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.rollout.gateway.choice_runner import ChoiceResult, ChoiceRunner, ReplyDelta
-from jaxrl.rollout.gateway.generation_request import ApiError, GenerationRequest
-from jaxrl.rollout.gateway.response_formatter import Decode, format_logprobs
+from jaxrl.rollout.gateway.formatter_base import Event, FormatterBase
+from jaxrl.rollout.gateway.generation_request import ApiError
+from jaxrl.rollout.gateway.response_formatter import format_logprobs
 from jaxrl.rollout.gateway.responses_requests import ECHOED_FIELDS, encrypt_thought
 
-Event = dict[str, Any]
 
+class ResponsesFormatter(FormatterBase):
+  """Formats a result as a response with its items, or as the events of one."""
 
-class ResponsesFormatter:
-  """Formats the result of one request.
-
-  Attributes:
-    heartbeat: The event of a stream in which nothing is new; None for none.
-    names_events: Whether events are sent under the name of their type.
-    last_line: What ends a stream, after its events; '' for nothing.
-  """
-
-  heartbeat: Event | None = None
   names_events = True
-  last_line = ''
 
-  def __init__(
-    self, request: GenerationRequest, decode: Decode, model: str, created: int
-  ):
-    """Creates a formatter.
-
-    Args:
-      request: The request.
-      decode: Turns token ids into text.
-      model: The model's name.
-      created: When the response was created, in seconds since the epoch.
-    """
-    self._request = request
-    self._decode = decode
-    self._model = model
-    self._created = created
+  def __post_init__(self):
+    """Prepares for a stream's first item."""
     self._name = self._key = ''
     self._num_events = 0
     self._items: list[dict[str, Any]] = []  # those that are done
@@ -197,7 +175,7 @@ class ResponsesFormatter:
         self._event(f'response.{name}.done', **place, text=part['text'], **more),
         self._event('response.content_part.done', **place, part=part),
       ]
-    if kind == 'reasoning' and self._request.encrypts_thoughts:
+    if kind == 'reasoning' and self.request.encrypts_thoughts:
       item['encrypted_content'] = encrypt_thought(item['content'][0]['text'])
     item['status'] = status
     index = len(self._items)
@@ -218,7 +196,7 @@ class ResponsesFormatter:
       'summary': [],
       'content': [{'type': 'reasoning_text', 'text': thought}],
     }
-    if thought and self._request.encrypts_thoughts:
+    if thought and self.request.encrypts_thoughts:
       item['encrypted_content'] = encrypt_thought(thought)
     return item
 
@@ -244,20 +222,20 @@ class ResponsesFormatter:
     }
 
   def _logprobs(self, result: ChoiceResult) -> list[dict[str, Any]]:
-    if not self._request.logprobs:
+    if not self.request.logprobs:
       return []
-    return format_logprobs(result.completion, self._decode)
+    return format_logprobs(result.completion, self.decode)
 
   def _response(
     self, items: list[dict[str, Any]], result: ChoiceResult | None
   ) -> dict[str, Any]:
     """Formats the response as far as there is one."""
-    request = self._request
+    request = self.request
     body: dict[str, Any] = {
       'id': self._name,
       'object': 'response',
-      'created_at': self._created,
-      'model': self._model,
+      'created_at': self.created,
+      'model': self.model,
       'status': 'in_progress' if result is None else _status(result),
       'error': None,
       'incomplete_details': None,

@@ -18,7 +18,7 @@ from jaxrl.envs.graders import rule_graders
 from jaxrl.envs.graders.grader_processes import GraderFailure
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.thread_pool import ThreadPool
-from jaxrl.types import Message
+from jaxrl.types import MAX_REWARD_TERMS, Message
 from jaxrl.user_code import describe_error
 
 MAX_TEXT_CHARS = 2000  # characters kept of a reward function's text
@@ -154,6 +154,14 @@ class RewardPipeline:
   terms: Mapping[str, RewardTerm]
   env_weight: float = 1.0
 
+  def __post_init__(self):
+    """Refuses more terms than a batch can tell apart."""
+    if len(self.terms) + 1 > MAX_REWARD_TERMS:
+      raise ValueError(
+        f'{len(self.terms)} reward terms; at most {MAX_REWARD_TERMS - 1} can be told '
+        "apart beside the environment's own"
+      )
+
   async def apply(
     self, cache: RolloutCache, name: str, seed: int, pool: ThreadPool
   ) -> None:
@@ -185,6 +193,7 @@ class RewardPipeline:
     )
     cache.metrics['reward/env'] = sum(turn.reward for turn in cache.turns)
     total, missing = 0.0, []
+    scores = [(cache.metrics['reward/env'], self.env_weight)]
     for (term_name, term), output in zip(self.terms.items(), outputs, strict=True):
       score = term.fallback if output.score is None else output.score
       _record_output(cache, term_name, score, output)
@@ -192,9 +201,11 @@ class RewardPipeline:
         missing.append(f'{term_name}: {output.error}')
       else:
         total += term.weight * score
+        scores.append((float(score), term.weight))
     if missing:
       cache.truncate('reward_failed', '; '.join(missing))
       return
+    cache.extras['reward_terms'] = scores
     for turn in cache.turns:
       turn.reward *= self.env_weight
     cache.turns[-1].reward += total

@@ -94,6 +94,8 @@ class VllmEngine(EngineBase):
     **options: Any,
   ):
     vllm_options.check_vllm_options(options, 'vllm')
+    if current_platform.is_tpu():
+      raise ConfigError(f'rollout.engine: {vllm_options.TPU_OBSTACLE}')
     config = huggingface.load_config(folder)
     vllm_options.check_family(config)
     vllm_options.check_folder(folder)

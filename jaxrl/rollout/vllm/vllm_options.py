@@ -30,6 +30,12 @@ CACHE_MARGIN = 1.5
 FAMILY_OBSTACLES = {
   'gpt_oss': "vLLM's loader copies its experts and sinks past an update",
 }
+# What makes vLLM run on a TPU.
+TPU_PLUGIN = 'tpu_inference'
+TPU_OBSTACLE = (
+  'vLLM on a TPU (tpu-inference) refuses the seed of a request and does not load '
+  "weights that are sent to it: use rollout.engine='jax', which runs on the TPU"
+)
 # Options that other config keys set, with these keys; '' if the engine sets them.
 RESERVED_OPTIONS = {
   'model': 'model.checkpoint',
@@ -116,12 +122,30 @@ def option_names_of_python(python: str) -> frozenset[str]:
   Returns:
     The names; none if this machine has no vLLM beside that interpreter.
   """
+  folders = _find_package(python, 'vllm')
+  return next(map(_read_option_names, folders), frozenset())
+
+
+def _find_package(python: str, name: str) -> list[pathlib.Path]:
+  """Returns the folder of a package beside an interpreter; none if it is not there."""
   program = shutil.which(python)
   if program is None:
-    return frozenset()
+    return []
   environment = pathlib.Path(program).absolute().parent.parent
-  folders = environment.glob('lib/python3*/site-packages/vllm')
-  return next(map(_read_option_names, folders), frozenset())
+  return list(environment.glob(f'lib/python3*/site-packages/{name}'))
+
+
+def tpu_problem(python: str = '') -> str:
+  """Says why vLLM cannot serve a run where it would run on a TPU; '' if it would not.
+
+  Args:
+    python: The interpreter beside which vLLM is; '' means this one.
+  """
+  if python:
+    installed = bool(_find_package(python, TPU_PLUGIN))
+  else:
+    installed = importlib.util.find_spec(TPU_PLUGIN) is not None
+  return TPU_OBSTACLE if installed else ''
 
 
 def _read_option_names(folder: pathlib.Path) -> frozenset[str]:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from jaxrl.functional import losses
 from jaxrl.models.model_config import VisionConfig
 from jaxrl.training.batching.packing_plan import PackShape
-from jaxrl.types import Algorithm, Batch, Group, Trajectory
+from jaxrl.types import MAX_REWARD_TERMS, Algorithm, Batch, Group, Trajectory
 
 ROUTED_EXPERTS_KEY = (
   'routed_experts'  # key in a row's extras: `[T, L, k]`, −1 where unknown
@@ -401,6 +401,11 @@ def _collate_rows(
   state_hash = None
   if any('state_hash' in row.extras for row in rows):
     state_hash = pad_ids([row.extras.get('state_hash', -1) for row in rows])
+  role_ids = None
+  if any('role' in row.extras for row in rows):
+    role_ids = pad_ids([row.extras.get('role', 0) for row in rows])
+  episode_ids = _episode_ids(groups)
+  terms = _reward_terms(rows, episode_ids, count)
   return Batch(
     tokens=token_field('tokens', np.int32, pad_id),
     segment_ids=_segment_ids(rows, is_token),
@@ -408,15 +413,34 @@ def _collate_rows(
     rollout_logprobs=token_field('rollout_logprobs', np.float32),
     rewards=token_field('rewards', np.float32),
     group_ids=pad_ids([i for i, group in enumerate(groups) for _ in group]),
-    episode_ids=pad_ids(_episode_ids(groups)),
+    episode_ids=pad_ids(episode_ids),
     turn_ids=pad_ids([row.turn for row in rows]),
     weights_version=token_field('weights_version', np.int32, -1),
     expert_mask=optional_field('is_expert', False),
     greedy_mask=optional_field('is_greedy', False),
     loss_weights=optional_field('weight', np.float32(1)),
     state_hash=state_hash,
+    role_ids=role_ids,
+    reward_terms=terms[0],
+    reward_weights=terms[1],
     routed_experts=_routed_experts(rows, is_token),
   )
+
+
+def _reward_terms(
+  rows: Sequence[Trajectory], episode_ids: Sequence[int], count: int
+) -> np.ndarray:
+  """Returns scores and weights of each row's rewards, `[2, B, MAX_REWARD_TERMS]`.
+
+  An episode that nobody but its environment rewarded has its return alone.
+  """
+  terms = np.zeros((2, count, MAX_REWARD_TERMS), np.float32)
+  totals = np.bincount(episode_ids, [row.score for row in rows]) if rows else ()
+  for i, (row, episode) in enumerate(zip(rows, episode_ids, strict=True)):
+    listed = row.extras.get('reward_terms') or [(totals[episode], 1.0)]
+    listed = listed[:MAX_REWARD_TERMS]
+    terms[:, i, : len(listed)] = np.transpose(listed)
+  return terms
 
 
 def _segment_ids(rows: Sequence[Trajectory], is_token: np.ndarray) -> np.ndarray:

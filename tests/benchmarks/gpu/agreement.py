@@ -48,11 +48,13 @@ def attention_cases(sizes: tuple[int, ...]) -> Iterator[Case]:
   ids = jnp.broadcast_to(jnp.arange(length) * 4 // length + 1, (rows, length))
   whole = jnp.ones_like(ids)
   first = jnp.where(ids > 1, 1, 0)  # the second to the last segment see the first
+  known = {'prefix_ids': first, 'row_segments': 4}
   for name, key_dim, segments, options in (
     ('four segments', dim, ids, {}),
     ('four known segments', dim, ids, {'row_segments': 4}),
     ('one segment', dim, whole, {'row_segments': 1}),
     ('shared prompt', dim, ids, {'prefix_ids': first}),
+    ('shared prompt, known segments', dim, ids, known),
     ('window of 100', dim, whole, {'window': 100, 'row_segments': 1}),
     ('keys wider than values', 3 * dim // 2, whole, {}),
   ):

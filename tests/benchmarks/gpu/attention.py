@@ -24,7 +24,7 @@ def implementations(
   segment_ids: jax.Array,
 ) -> dict[str, Callable[..., Any] | str]:
   """By label: (q, k, v) → out; a text in the place of one that is not here."""
-  whole = jnp.ones_like(segment_ids)
+  whole, prefix = jnp.ones_like(segment_ids), jnp.where(segment_ids > 1, 1, 0)
   off = device.reference(attention)
   plain = off if isinstance(off, str) else lambda q, k, v: off(q, k, v, whole)
   library = functools.partial(jax.nn.dot_product_attention, is_causal=True)
@@ -32,6 +32,9 @@ def implementations(
     'kernels': lambda q, k, v: attention(q, k, v, whole, row_segments=1),
     f'kernels, {SEGMENTS} segments': lambda q, k, v: attention(
       q, k, v, segment_ids, row_segments=SEGMENTS
+    ),
+    f'kernels, a prompt and {SEGMENTS - 1} segments that read it': lambda q, k, v: (
+      attention(q, k, v, segment_ids, prefix_ids=prefix, row_segments=SEGMENTS)
     ),
     'kernels, rows unknown': lambda q, k, v: attention(q, k, v, whole),
     'reference': plain,
@@ -71,7 +74,10 @@ def measure(tiny: bool = False) -> Iterator[dict[str, Any]]:
         table[name] = {'failed': function}
         continue
       table[name] = costs = device.both(function, (0, 1, 2), q, k, v)
-      parts = SEGMENTS if 'segments' in name else 1
+      parts = 1.0
+      if 'segments' in name:  # pairs: the triangles of all, and what reads the prompt
+        reading = 2 * (SEGMENTS - 1) if 'prompt' in name else 0
+        parts = SEGMENTS**2 / (SEGMENTS + reading)
       for key, times in (('forward', 1.0), ('both', 3.5)):
         if 'ms' in costs[key]:
           least = 1e3 * times * flops(shape) / parts / rates['flops']

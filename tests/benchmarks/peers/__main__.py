@@ -5,7 +5,8 @@ all take turns in one run, for other load on the machine changes every figure: o
 ratios within a run mean anything. At a size that memory does not hold several times
 over they run one after the other, this package first and once more at the end.
 --size=toy|mid|smollm2 picks the model and the step, --ends lets samples end at
-different lengths; --only=ours,trl,tunix,vllm picks peers; --json=FILE writes the
+different lengths; --only=ours,narrow,trl,tunix,vllm picks peers
+(narrow is this package with an engine that decodes in bfloat16); --json=FILE writes the
 figures too; --python=trl=FILE names a peer's Python.
 """
 
@@ -29,18 +30,21 @@ from tests.benchmarks.peers import shape
 ROOT = pathlib.Path(__file__).parents[3]
 PYTHON = {
   'ours': sys.executable,
+  'narrow': sys.executable,
   'trl': '.venv-trl/bin/python',
   'tunix': '.venv-tunix/bin/python',
   'vllm': '.venv-vllm/bin/python',
 }
 LABELS = {
   'ours': 'jaxrl',
+  'narrow': 'jaxrl, bf16 decode',
   'trl': 'TRL, Hugging Face',
   'tunix': 'Tunix',
   'vllm': 'vLLM',
 }
 TORCH = ('trl', 'vllm')
-STEPS = ('ours', 'trl', 'tunix')  # vLLM does not train
+OWN = ('ours', 'narrow')
+STEPS = (*OWN, 'trl', 'tunix')  # vLLM does not train
 WARM = 3
 # Ours over theirs, at most: what this package aims at.
 AIMS = {'step': 0.45, 'decode': 0.45, 'memory': 0.6}
@@ -234,24 +238,24 @@ def table(results: dict[str, Any]) -> list[list[str]]:
 
 
 def judge(results: dict[str, Any]) -> list[str]:
-  """A line an aim: reached or not."""
+  """A line an aim and way of decoding: reached or not."""
   peers, lines = results['peers'], []
-  ours = peers.get('ours')
-  if not ours:
-    return lines
-  for name in ('trl', 'tunix'):
-    if name in peers:
-      value = ratio(ours['step_s'], peers[name]['step_s'])
-      lines.append(_line(f'step, of {LABELS[name]}', value, AIMS['step']))
-      value = max(ours['mib']) / max(peers[name]['mib'])
-      lines.append(_line(f'memory, of {LABELS[name]}', value, AIMS['memory']))
   others = {
-    n: statistics.median(p['decode_s']) for n, p in peers.items() if n != 'ours'
+    n: statistics.median(p['decode_s']) for n, p in peers.items() if n not in OWN
   }
-  if others:
-    best = min(others, key=lambda n: others[n])
-    value = ratio(ours['decode_s'], peers[best]['decode_s'])
-    lines.append(_line(f'decode, of the best, {LABELS[best]}', value, AIMS['decode']))
+  for own in (name for name in OWN if name in peers):
+    ours, who = peers[own], LABELS[own]
+    for name in ('trl', 'tunix'):
+      if name in peers:
+        value = ratio(ours['step_s'], peers[name]['step_s'])
+        lines.append(_line(f'{who}: step, of {LABELS[name]}', value, AIMS['step']))
+        value = max(ours['mib']) / max(peers[name]['mib'])
+        lines.append(_line(f'{who}: memory, of {LABELS[name]}', value, AIMS['memory']))
+    if others:
+      best = min(others, key=lambda n: others[n])
+      value = ratio(ours['decode_s'], peers[best]['decode_s'])
+      what = f'{who}: decode, of the best, {LABELS[best]}'
+      lines.append(_line(what, value, AIMS['decode']))
   return lines
 
 

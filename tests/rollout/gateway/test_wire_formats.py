@@ -99,6 +99,7 @@ CASES = {
       'tool_choice': {'type': 'auto', 'disable_parallel_tool_use': True}},
      'tool_choice.disable_parallel_tool_use'),
     ({'thinking': {'type': 'enabled', 'budget_tokens': 1024}}, 'thinking'),
+    ({'thinking': {'type': 'enabled', 'budget_tokens': 9}}, 'thinking.budget_tokens'),
     ({'output_config': {'format': {'type': 'json_schema', 'schema': {}}}},
      'output_config.format'),
     ({'mcp_servers': [{'url': 'x'}]}, 'mcp_servers'),
@@ -354,3 +355,24 @@ async def test_a_reply_is_rewarded_by_its_id(api):
     assert (await post(client, '/feedback', body, x_session_id='s'))[0] == 200
     await post(client, '/feedback', {'reward': 1.0}, x_session_id='s')
   assert delivered['0/s'][0].score == 1.5
+
+
+@pytest.mark.parametrize('content', ['no disk', [{'type': 'text', 'text': 'no disk'}]])
+async def test_the_model_reads_that_a_tool_failed(content):
+  engine = says('ok' + END)
+  async with endpoint(engine) as (http, _):
+    use = {'type': 'tool_use', 'id': 'a', 'name': 'add', 'input': {}}
+    for is_error in (True, False):
+      result = {'type': 'tool_result', 'tool_use_id': 'a', 'is_error': is_error}
+      body = {
+        'max_tokens': 90,
+        'messages': [
+          {'role': 'user', 'content': 'hi'},
+          {'role': 'assistant', 'content': [use]},
+          {'role': 'user', 'content': [{**result, 'content': content}]},
+        ],
+      }
+      status, _ = await post(http, '/v1/messages', body)
+      assert status == 200
+  heard = [''.join(chr(i % OWN) for i in prompt) for _, prompt, *_ in engine.calls]
+  assert '<tool:Error: no disk' in heard[0] and '<tool:no disk' in heard[1]

@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import numpy as np
+import pytest
 
 from jaxrl.envs.graders.composite import make_grader_part
 from jaxrl.envs.graders.grader_processes import GraderTimeout
@@ -57,7 +58,31 @@ async def test_parts_are_weighted_and_added_to_the_last_turn():
     'reward/seen/faults': 0,
   }
   assert row.extras['rewards'] == {'judge': 'well'}
+  # One by one, before their weights: the environment's own first.
+  assert row.extras['reward_terms'] == [(3, 0.5), (0.5, 2.0), (3.0, 0.0)]
   assert (row.stop_reason, row.failed) == ('finish', False)
+
+
+def test_more_terms_than_can_be_told_apart_are_refused():
+  parts = {str(i): RewardTerm(Says(RewardOutput(0.0))) for i in range(8)}
+  with pytest.raises(ValueError, match='at most 7 can be told apart'):
+    RewardPipeline(parts)
+
+
+async def test_the_role_that_an_environment_gives():
+  class Seated(EchoEnv):
+    def __init__(self, role):
+      super().__init__()
+      self._role = role
+
+    def reset(self, **options):
+      observation, info = super().reset(**options)
+      return observation, info | {'role': self._role}
+
+  (row,) = await play(stage(None, lambda: Seated(3)), max_steps=3)
+  assert row.extras['role'] == 3
+  (row,) = await play(stage(None, lambda: Seated(8)), max_steps=3)
+  assert row.failed and 'must be 0 to 7' in row.extras['error']
 
 
 async def test_what_a_part_is_shown():

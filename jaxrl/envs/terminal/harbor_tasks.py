@@ -1,0 +1,205 @@
+"""HarborSettings is what a task folder of Harbor says; its rewards are read here, too.
+
+See https://harborframework.com/docs. What would change an episode or its tests, but is
+not supported, is refused by the name of its key in task.toml.
+"""
+
+import dataclasses
+import json
+import math
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+REWARDS_DIR = '/logs/verifier'  # where tests write their rewards
+REWARD_FILES = ('reward.json', 'reward.txt')  # the first of them that exists counts
+MAX_REWARD_BYTES = 1 << 16
+_MAX_REWARDS = 64
+_MAX_FILE_BYTES = 1 << 20  # of task.toml and instruction.md
+_DEFAULT_SECONDS = 600.0
+_VARIABLE = re.compile(r'\$\{([^}:]+)(?::-(.*))?\}')
+# Benchmarks mark their files with such lines, which no agent is to see.
+_CANARY = re.compile(r'(<!--.*canary.*-->|#.*canary.*)', re.IGNORECASE)
+_ROOT = (None, 'root', 0, '0')
+
+
+@dataclasses.dataclass(frozen=True)
+class HarborSettings:
+  """The settings of one task.
+
+  Attributes:
+    instruction: What the agent is to do.
+    agent_seconds: Wall-clock seconds that the agent has.
+    test_seconds: Wall-clock seconds that the tests have.
+    workdir: The folder in which commands run; '' means the Dockerfile's.
+    variables: Environment variables of the agent and the tests.
+    test_variables: Environment variables of the tests.
+    solution_variables: Environment variables of the reference solution.
+  """
+
+  instruction: str
+  agent_seconds: float
+  test_seconds: float
+  workdir: str
+  variables: Mapping[str, str]
+  test_variables: Mapping[str, str]
+  solution_variables: Mapping[str, str]
+
+
+def read_harbor_settings(folder: Path) -> HarborSettings:
+  """Reads task.toml and instruction.md.
+
+  Args:
+    folder: The folder of the task.
+
+  Returns:
+    The settings.
+
+  Raises:
+    ValueError: If they are wrong, or ask for something that is not supported.
+  """
+  try:
+    settings = tomllib.loads(_read_text(folder / 'task.toml'))
+  except tomllib.TOMLDecodeError as error:
+    raise ValueError(f'{folder}/task.toml: {error}') from error
+  agent, tests, environment, solution = (
+    _table(folder, settings, name)
+    for name in ('agent', 'verifier', 'environment', 'solution')
+  )
+  _refuse(folder, settings, agent, tests, environment)
+  instruction = folder / 'instruction.md'
+  text = _read_text(instruction) if instruction.is_file() else ''
+  workdir = environment.get('workdir') or ''
+  if not isinstance(workdir, str) or (workdir and not workdir.startswith('/')):
+    raise ValueError(f'{folder}: environment.workdir={workdir!r} must begin with /')
+  return HarborSettings(
+    instruction=_without_canary(text),
+    agent_seconds=_seconds(folder, 'agent', agent),
+    test_seconds=_seconds(folder, 'verifier', tests),
+    workdir=workdir,
+    variables=_variables(folder, 'environment', environment),
+    test_variables=_variables(folder, 'verifier', tests),
+    solution_variables=_variables(folder, 'solution', solution),
+  )
+
+
+def _read_text(file: Path) -> str:
+  if file.stat().st_size > _MAX_FILE_BYTES:
+    raise ValueError(f'{file} has more than {_MAX_FILE_BYTES} bytes')
+  return file.read_text()
+
+
+def _table(folder: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+  table = settings.get(name, {})
+  if not isinstance(table, dict):
+    raise ValueError(f'{folder}/task.toml: {name} must be a table')
+  return table
+
+
+def _refuse(
+  folder: Path,
+  settings: Mapping[str, Any],
+  agent: Mapping[str, Any],
+  tests: Mapping[str, Any],
+  environment: Mapping[str, Any],
+) -> None:
+  """Raises ValueError for what is not supported."""
+  mode = tests.get('environment_mode')
+  refused = {
+    'steps': settings.get('steps'),
+    'verifier.environment': tests.get('environment'),
+    'verifier.environment_mode': mode if mode != 'shared' else None,
+    'verifier.collect': tests.get('collect'),
+    'agent.user': None if agent.get('user') in _ROOT else agent['user'],
+    'verifier.user': None if tests.get('user') in _ROOT else tests['user'],
+    'environment.healthcheck': environment.get('healthcheck'),
+    'environment.mcp_servers': environment.get('mcp_servers'),
+    'environment.skills_dir': environment.get('skills_dir'),
+    'environment.gpus': environment.get('gpus'),
+    'environment.tpu': environment.get('tpu'),
+  }
+  for key, value in refused.items():
+    if value:
+      raise ValueError(f'{folder}/task.toml: {key} is not supported')
+  if str(environment.get('os', 'linux')).lower() != 'linux':
+    raise ValueError(f'{folder}/task.toml: environment.os must be linux')
+  for name in ('docker-compose.yaml', 'docker-compose.yml'):
+    if (folder / 'environment' / name).exists():
+      raise ValueError(
+        f'{folder} needs environment/{name}, and only one container, without compose, '
+        'is supported'
+      )
+
+
+def _seconds(folder: Path, name: str, table: Mapping[str, Any]) -> float:
+  seconds = table.get('timeout_sec')
+  if seconds is None:
+    return _DEFAULT_SECONDS
+  if isinstance(seconds, bool) or not isinstance(seconds, int | float) or seconds <= 0:
+    raise ValueError(f'{folder}/task.toml: {name}.timeout_sec={seconds!r}: must be > 0')
+  return float(seconds)
+
+
+def _variables(folder: Path, name: str, table: Mapping[str, Any]) -> dict[str, str]:
+  """Returns environment variables; `${NAME}` stands for one of this process."""
+  values = table.get('env', {})
+  where = f'{folder}/task.toml: {name}.env'
+  if not isinstance(values, dict):
+    raise ValueError(f'{where} must be a table')
+  variables = {}
+  for key, value in values.items():
+    if not isinstance(value, str) or '\0' in value or '=' in key:
+      raise ValueError(f'{where}.{key} must be a text')
+    match = _VARIABLE.fullmatch(value)
+    if match is not None:
+      found = os.environ.get(match[1], match[2])
+      if found is None:
+        raise ValueError(f'{where}.{key}: ${match[1]} is not set')
+      value = found
+    variables[key] = value
+  return variables
+
+
+def _without_canary(text: str) -> str:
+  lines = text.split('\n')
+  start = 0
+  while start < len(lines) and _CANARY.fullmatch(lines[start].strip()):
+    start += 1
+  while start < len(lines) and not lines[start].strip():
+    start += 1
+  return '\n'.join(lines[start:])
+
+
+def parse_rewards(files: Mapping[str, bytes]) -> tuple[float, dict[str, float]]:
+  """Parses the rewards that tests wrote.
+
+  Args:
+    files: The contents of the files of `REWARD_FILES` that exist.
+
+  Returns:
+    The reward, and the others by name. Of several, the reward is that called `reward`.
+
+  Raises:
+    ValueError: If there is no reward; the error says why.
+  """
+  name = next((name for name in REWARD_FILES if name in files), None)
+  if name is None:
+    raise ValueError(f'the tests wrote no {" or ".join(REWARD_FILES)}')
+  try:
+    text = files[name].decode()
+    value = json.loads(text) if name == 'reward.json' else {'reward': float(text)}
+  except (ValueError, RecursionError) as error:
+    raise ValueError(f'{name}: {error}') from error
+  if not isinstance(value, dict) or not 0 < len(value) <= _MAX_REWARDS:
+    raise ValueError(f'{name}: must be an object with 1 to {_MAX_REWARDS} numbers')
+  for key, number in value.items():
+    if not isinstance(number, int | float) or not math.isfinite(number):
+      raise ValueError(f'{name}: {key} is {number!r}, no finite number'[:200])
+  rewards = {key: float(number) for key, number in value.items()}
+  if len(rewards) > 1 and 'reward' not in rewards:
+    raise ValueError(f'{name}: none of its {len(rewards)} rewards is called reward')
+  main = 'reward' if 'reward' in rewards else next(iter(rewards))
+  return rewards.pop(main), rewards

@@ -1,0 +1,128 @@
+"""Output-major matrices `[outputs, inputs]` in bfloat16 decode fastest on a CPU.
+
+A decode step multiplies few rows by every matrix of the model, and so mostly waits for
+memory, which reads bfloat16 in half of float32's time. XLA's CPU backend multiplies it
+so only if rows are in bfloat16 too and sums in float32; otherwise it converts the
+matrix at every token. It copies a matrix `[inputs, outputs]` into another order before
+each product, too, and reads one `[outputs, inputs]` as it is.
+"""
+
+import functools
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxrl.models.model_config import ModelConfig
+from jaxrl.types import Params
+
+# The matrices by module, with the number of axes that are inputs.
+MATRICES = {
+  'attention': {'q': 1, 'k': 1, 'v': 1, 'o': 2},
+  'mlp': {'gate': 1, 'up': 1, 'down': 1},
+}
+PLAIN = {'kernel', 'bias'}  # what a matrix without adapters has
+ROWS = 'rows'  # the name of an output-major kernel
+MIN_ROWS = 2  # XLA multiplies a single row in another way, and bfloat16 slowly
+
+
+def arrange(params: Params, dtype: str) -> Params:
+  """Makes the matrices of attention and MLPs output-major in a type.
+
+  Args:
+    params: Parameters whose 'layers' is a tuple of single layers.
+    dtype: The type of the matrices, and of the embedding table and LM head.
+
+  Returns:
+    Parameters that `layer_stack.block` understands. Experts, adapters and norms are as
+    before.
+  """
+  tables = {
+    name: params[name] | {'table': params[name]['table'].astype(dtype)}
+    for name in ('embedding', 'lm_head')
+    if name in params
+  }
+  layers = tuple(_arrange_layer(layer, dtype) for layer in params['layers'])
+  return params | tables | {'layers': layers}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _arrange_layer(weights: Params, dtype: str) -> Params:
+  for module, names in MATRICES.items():
+    parts = weights.get(module, {})
+    changed = {}
+    for name, inputs in names.items():
+      one = parts.get(name)
+      if not isinstance(one, dict) or 'kernel' not in one or not one.keys() <= PLAIN:
+        continue
+      kernel = one['kernel'].astype(dtype)
+      width = math.prod(kernel.shape[:inputs])
+      rest = {kind: x for kind, x in one.items() if kind != 'kernel'}
+      changed[name] = rest | {ROWS: kernel.reshape(width, -1).T}
+    if changed:
+      weights = weights | {module: parts | changed}
+  return weights
+
+
+def part(
+  config: ModelConfig, weights: Params
+) -> tuple[Params, dict[tuple[str, str], Any]]:
+  """Undoes `arrange` for one layer.
+
+  Args:
+    config: The layer's shape.
+    weights: The layer's parameters.
+
+  Returns:
+    The parameters as before, which cost nothing if nobody reads them, and by the names
+    of module and matrix its product, `[N, inputs] -> [N, outputs]`.
+  """
+  products: dict[tuple[str, str], Any] = {}
+  for module, names in MATRICES.items():
+    parts = weights.get(module, {})
+    restored = {}
+    for name in names:
+      one = parts.get(name)
+      if not isinstance(one, dict) or ROWS not in one:
+        continue
+      rows = one[ROWS]
+      rest = {kind: x for kind, x in one.items() if kind != ROWS}
+      shape = _kernel_shape(config, module, name, rows)
+      restored[name] = rest | {'kernel': rows.T.reshape(shape)}
+      products[module, name] = functools.partial(product, rows)
+    if restored:
+      weights = weights | {module: parts | restored}
+  return weights, products
+
+
+def _kernel_shape(
+  config: ModelConfig, module: str, name: str, rows: jax.Array
+) -> tuple[int, ...]:
+  outputs, inputs = rows.shape
+  if module == 'mlp':
+    return inputs, outputs
+  if name == 'o':
+    return config.num_heads, inputs // config.num_heads, outputs
+  heads = config.num_heads if name == 'q' else config.num_kv_heads
+  return inputs, heads, outputs // heads
+
+
+def product(rows: jax.Array, x: jax.Array) -> jax.Array:
+  """Multiplies by an output-major matrix.
+
+  Args:
+    rows: The matrix `[outputs, inputs]`.
+    x: `[..., inputs]`.
+
+  Returns:
+    `[..., outputs]` in the type of x; sums are in float32.
+  """
+  flat = x.reshape(-1, x.shape[-1])
+  count = len(flat)
+  if count < MIN_ROWS:
+    flat = jnp.concatenate([flat] * MIN_ROWS)
+  sides = ((1,), (1,)), ((), ())
+  flat = flat.astype(rows.dtype)
+  y = jax.lax.dot_general(flat, rows, sides, preferred_element_type=jnp.float32)
+  return y[:count].astype(x.dtype).reshape(*x.shape[:-1], len(rows))

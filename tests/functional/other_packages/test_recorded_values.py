@@ -1,0 +1,152 @@
+"""Newer losses and advantages against what the code of other packages computes.
+
+`record_values.py` made the values: losses and their gradients by verl, TRL and
+prime-rl, and which tokens Trinity-RFT keeps.
+"""
+
+import functools
+import json
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxrl.functional import advantages, losses
+from jaxrl.functional.aggregation import token_weights
+from jaxrl.functional.components import call_component
+
+VALUES = json.loads((pathlib.Path(__file__).parent / 'values.json').read_text())
+INPUTS = {name: np.array(x, np.float32) for name, x in VALUES['inputs'].items()}
+
+
+def columns(**changes):
+  group = INPUTS['group'].astype(np.int32)
+  ids = {'group_ids': group, 'episode_ids': np.arange(len(group), dtype=np.int32)}
+  fields = INPUTS | ids | {'mask': INPUTS['mask'] > 0, 'key': jax.random.key(0)}
+  versions = INPUTS['weights_version'].astype(np.int32)
+  return fields | {'weights_version': versions, 'step': np.int32(10)} | changes
+
+
+def by_row():
+  """Columns whose advantage is the same for all tokens of a row."""
+  mask = INPUTS['mask']
+  return columns(advantages=np.broadcast_to(INPUTS['by_row'][:, None], mask.shape))
+
+
+LUSPO = functools.partial(losses.gspo, gradient='mean')
+NARROW = {'clip_low': 0.1, 'clip_high': 0.05}
+WIDE = {'clip_low': 0.4, 'clip_high': 0.3}
+CASES = {
+  ('verl', 'dppo_tv'): (losses.dppo_tv, {'clip_low': 0.15, 'clip_high': 0.1}),
+  ('verl', 'dppo_kl'): (losses.dppo_kl, {'clip_low': 0.05, 'clip_high': 0.02}),
+  ('verl', 'clip_cov'): (
+    losses.clip_cov,
+    {'ratio': 1.0, 'cov_low': 0.2, 'cov_high': 1.5},
+  ),
+  ('verl', 'kl_cov'): (losses.kl_cov, {'ratio': 0.2, 'coef': 0.5}),
+  ('verl', 'gmpo'): (losses.gmpo, WIDE),
+  ('verl', 'dro'): (losses.dro, {'beta': 0.3}),
+  ('trl', 'vespo'): (losses.vespo, {}),
+  ('trl', 'luspo'): (LUSPO, NARROW),
+  ('trl', 'gmpo'): (losses.gmpo, WIDE),
+  ('prime-rl', 'ipo'): (
+    losses.probability_band,
+    {'threshold': 0.1, 'regulariser_coef': 0.25},
+  ),
+  ('areal', 'a3po'): (losses.a3po, {'clip_high': 0.28, 'cap': 1.4}),
+}
+AGGREGATION = {'luspo': 'sequence_mean_token_sum', 'gmpo': 'sequence_mean_token_mean'}
+
+
+@pytest.mark.parametrize('package, name', CASES)
+def test_loss_and_gradient_are_those_of_the_package(package, name):
+  fn, options = CASES[package, name]
+  fields = by_row() if package == 'trl' or name == 'gmpo' else columns()
+  mode = AGGREGATION.get(name, 'token_mean')
+  weights = token_weights(jnp.asarray(fields['mask']), mode=mode)
+
+  @jax.jit
+  @jax.value_and_grad
+  def total(logprobs):
+    loss, _ = call_component(fn, fields | {'logprobs': logprobs}, options)
+    return jnp.sum(weights * loss)
+
+  value, gradient = total(fields['logprobs'])
+  wanted = VALUES[package][name]
+  np.testing.assert_allclose(value, wanted['loss'], rtol=2e-5)
+  scale = np.abs(wanted['gradient']).max()
+  np.testing.assert_allclose(gradient, wanted['gradient'], rtol=1e-4, atol=1e-6 * scale)
+  assert np.count_nonzero(gradient) > 10
+
+
+def test_the_cases_reach_both_sides_of_every_bound():
+  """Some tokens of the recorded batch are masked, and some are not."""
+  for (package, name), (fn, options) in CASES.items():
+    fields = by_row() if package == 'trl' or name == 'gmpo' else columns()
+    _, metrics = call_component(fn, fields, options)
+    cut = metrics.get('clip_fraction', metrics.get('penalised'))
+    if cut is not None:
+      share = np.asarray(cut)[fields['mask']].mean()
+      assert 0.03 < share < 0.97, (package, name)
+
+
+def test_the_proximal_policy_is_that_of_areal():
+  """Tokens of 0 to 5 steps' age; those of one step at most are the sampler's own."""
+  fields = columns()
+  names = ('logprobs', 'old_logprobs', 'weights_version', 'step')
+  got = losses.proximal_logprobs(*(fields[name] for name in names))
+  np.testing.assert_allclose(got, VALUES['areal']['a3po']['proximal'], rtol=1e-6)
+  fresh = 10 - fields['weights_version'] <= 1
+  np.testing.assert_array_equal(got[fresh], fields['old_logprobs'][fresh])
+  assert 0.1 < fresh.mean() < 0.9
+
+
+@pytest.mark.parametrize(
+  'name', ['optimal_token_baseline', 'turns_optimal_token_baseline']
+)
+def test_the_optimal_token_baseline_is_verls(name):
+  """Also of rows with an observation in their midst, as verl's second function."""
+  mask = INPUTS['mask'] > 0
+  if name.startswith('turns'):
+    mask[:, 2] = False
+  fields = columns(mask=mask, sum_pi_squared=INPUTS['pi_squared'])
+  out = call_component(advantages.optimal_token_baseline, fields)
+  wanted = VALUES['verl_advantages'][name]
+  np.testing.assert_allclose(out.advantages, wanted, rtol=1e-5, atol=1e-6)
+  assert len(np.unique(np.round(out.advantages, 4))) > 15
+
+
+def test_gdpo_is_verls():
+  """Two rewards with weights 1 and ½, and one group of two."""
+  scores = np.stack([INPUTS['rewards'].sum(axis=1), INPUTS['second_rewards']], axis=1)
+  weights = np.tile(np.float32([1, 0.5]), (len(scores), 1))
+  fields = columns(reward_terms=scores, reward_weights=weights)
+  out = call_component(advantages.gdpo, fields)
+  wanted = VALUES['verl_advantages']['gdpo']
+  np.testing.assert_allclose(out.advantages, wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_clip_v_with_trinitys_values_keeps_what_trinity_keeps():
+  """The two batches hold tokens with A = 0 and D > μσ: Trinity 0.6.0 drops them."""
+  options = {'mu': 0.5, 'max_frac': 0.05}
+  ours = call_component(advantages.clip_v, columns(), options).keep
+  theirs = call_component(advantages.clip_v, columns(), options | {'drop_zero': True})
+  mask = INPUTS['mask'] > 0
+  wanted = np.array(VALUES['trinity']['random']) > 0
+  np.testing.assert_array_equal((theirs.keep & mask), wanted)
+  one = np.ones((4, 1), np.float32)
+  equal = columns(
+    rewards=np.float32([[0.3], [0.3], [1], [0]]),
+    mask=one > 0,
+    group_ids=np.int32([0, 0, 1, 1]),
+    episode_ids=np.arange(4, dtype=np.int32),
+    old_logprobs=0 * one,
+    entropy=0 * one,
+    nec=np.float32([[0.9], [0], [0], [0]]),
+  )
+  for drop_zero, kept in ((True, VALUES['trinity']['equal_rewards']), (False, one)):
+    out = call_component(advantages.clip_v, equal, {'mu': 1.0, 'drop_zero': drop_zero})
+    np.testing.assert_array_equal(1.0 * out.keep, kept)
+  assert np.all(np.asarray(ours)[mask & wanted])
