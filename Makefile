@@ -10,6 +10,7 @@
 # make test-vllm   the tests with a real vLLM, in .venv-vllm (Python 3.11, CPU)
 # make test-clients  servers with the official clients of their APIs, in .venv-clients
 # make test-envs   the environments of other packages, in .venv-envs
+# make test-cluster  examples/cluster against published schemas, in .venv-cluster
 # make test-adapters  verifiers, OpenEnv and Harbor, each in an environment of its own
 # make test-targets  what compiles for TPU and GPU, without either, in .venv-targets
 # make env-real    real tokenizers, templates and weights in .real/, for tests marked real
@@ -28,10 +29,11 @@ SIZE ?= toy
 FIND_LINKS := $(shell $(PYTHON) -m pip config get global.find-links 2>/dev/null)
 UV_SOURCES = $(if $(FIND_LINKS),--find-links $(FIND_LINKS),--torch-backend=cpu)
 
-.PHONY: env env-vllm env-envs env-clients env-adapters env-targets env-docs env-real quickstart test test-ray \
-  test-without-ray test-all test-extended slow-ray slow-without-ray slow-optimized coverage test-core \
-  test-vllm test-wheel test-envs test-clients test-adapters test-targets docs test-docs bench bench-peers \
-  bench-gpu device-run device-plan device-wheels lint format bazel clean recipes chaos
+.PHONY: env env-vllm env-envs env-clients env-adapters env-cluster env-targets env-docs env-real \
+  quickstart test test-ray test-without-ray test-all test-extended slow-ray slow-without-ray \
+  slow-optimized coverage test-core test-vllm test-wheel test-envs test-clients test-adapters \
+  test-cluster test-targets docs test-docs bench bench-peers bench-gpu device-run device-plan \
+  device-wheels lint format bazel clean recipes chaos
 
 env: $(VENV)/.ready
 
@@ -63,6 +65,16 @@ env-clients:
 	$(MAKE) env VENV=.venv-clients EXTRAS=dev,clients
 	@.venv-clients/bin/uv pip install --quiet --python .venv-clients/bin/python \
 	  --no-deps tinker-cookbook==0.6.1
+
+# Packages that bring schemas of what examples/cluster has, and nothing of ours.
+env-cluster: .venv-cluster/.ready
+
+.venv-cluster/.ready: tests/examples/cluster_schemas.txt
+	$(PYTHON) -m venv .venv-cluster
+	.venv-cluster/bin/python -m pip install --quiet --disable-pip-version-check uv
+	.venv-cluster/bin/uv pip install --quiet --python .venv-cluster/bin/python \
+	  $(UV_SOURCES) --requirement $<
+	@touch $@
 
 # Packages whose pins are others than ours. Harbor asks for Python 3.12 and much else, of
 # which the tests need nothing but its files.
@@ -154,6 +166,9 @@ test-envs: env-envs
 
 test-clients: env-clients
 	.venv-clients/bin/python -m pytest -m clients tests/tinker
+
+test-cluster: env env-cluster
+	$(BIN)/python -m pytest tests/examples/test_cluster_files.py
 
 test-adapters: env-adapters
 	$(BIN)/python -m pytest -m adapters --timeout 900 tests/envs

@@ -488,6 +488,11 @@ class ClusterOptions(Options):
   address: str = option(
     '', "Address of a running Ray cluster; '' starts one on this machine."
   )
+  host_timeout: float = option(
+    30.0,
+    'Seconds after which a host of the cluster that does not answer is given up.',
+    low=1,
+  )
   num_engines: int = option(
     1, 'Rollout engines; 0 for as many as there are devices for.', low=0
   )
@@ -507,6 +512,12 @@ class ClusterOptions(Options):
           value,
           'needs cluster.ray=true, as a single process has one engine and one worker',
         )
+    if not self.address and self.host_timeout != 30.0:
+      raise OptionError(
+        'host_timeout',
+        self.host_timeout,
+        'needs cluster.address, as a run on this machine alone has no other host',
+      )
 
 
 @dataclasses.dataclass(frozen=True)

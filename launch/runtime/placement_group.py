@@ -1,6 +1,6 @@
 """A placement group reserves a run's devices and puts actors where they belong."""
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxrl.options import ConfigError
@@ -17,9 +17,10 @@ class InsufficientResources(ConfigError):
   """The cluster does not have the devices that a run asks for, or not now."""
 
 
-def list_nodes(ray: Any) -> list[ClusterNode]:
-  """Returns the machines that are up."""
-  resources = [node['Resources'] for node in ray.nodes() if node['Alive']]
+def list_nodes(ray: Any, avoid: Collection[str] = ()) -> list[ClusterNode]:
+  """Returns the machines that are up, except for those of some node ids."""
+  nodes = [node for node in ray.nodes() if node['NodeID'] not in avoid]
+  resources = [node['Resources'] for node in nodes if node['Alive']]
   return [ClusterNode(int(r.get('GPU', 0)), int(r.get('TPU', 0))) for r in resources]
 
 
@@ -29,6 +30,7 @@ class PlacementGroup:
   Args:
     placement: Which devices each part has.
     env: Environment variables that every actor is started with.
+    avoid: Ids of nodes that do not answer, though Ray takes them for alive.
     patience: Seconds to wait until the devices are free.
 
   Raises:
@@ -43,6 +45,7 @@ class PlacementGroup:
     placement: Placement,
     env: Mapping[str, str] | None = None,
     *,
+    avoid: Collection[str] = (),
     patience: float = 60.0,
   ):
     from ray import get_runtime_context
@@ -56,7 +59,10 @@ class PlacementGroup:
     if placement.bundles:
       # Apart as far as machines go: one that is lost takes as little as can be.
       bundles = [dict(bundle) for bundle in placement.bundles]
-      self._group = placement_group(bundles, strategy='SPREAD')
+      selector = {'ray.io/node-id': f'!in({",".join(avoid)})'} if avoid else {}
+      self._group = placement_group(
+        bundles, strategy='SPREAD', bundle_label_selector=[selector] * len(bundles)
+      )
       if not self._group.wait(patience):
         self.close()
         raise InsufficientResources(
@@ -89,12 +95,15 @@ class PlacementGroup:
         f'{KEY}: no process reported its devices within {patience:g} s'
       ) from error
 
-  def actor_options(self, resources: ActorResources | None) -> dict[str, Any]:
+  def actor_options(
+    self, resources: ActorResources | None, node_id: str | None = None
+  ) -> dict[str, Any]:
     """Returns the options of a Ray actor.
 
     Args:
       resources: Of the actor; None for what has no devices and cannot be replaced. It
         stays on the machine of the run's own process, without which there is no run.
+      node_id: Where it is to run if it needs no devices; None leaves that to Ray.
     """
     from ray.util.scheduling_strategies import (
       NodeAffinitySchedulingStrategy,
@@ -115,6 +124,10 @@ class PlacementGroup:
     if stays_here:
       options['scheduling_strategy'] = NodeAffinitySchedulingStrategy(
         self._own_node, soft=False
+      )
+    elif resources.bundle is None and node_id is not None:
+      options['scheduling_strategy'] = NodeAffinitySchedulingStrategy(
+        node_id, soft=True
       )
     elif resources.bundle is None:
       options['scheduling_strategy'] = 'SPREAD'

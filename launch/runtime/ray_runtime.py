@@ -28,6 +28,7 @@ from jaxrl.rollout.weights.verified_store import LoadCoordinator, VerifiedWeight
 from launch.learner.learner_factory import MakeLearners
 from launch.runtime import supervision, weight_transport
 from launch.runtime.engine_pool import EnginePool
+from launch.runtime.host_watch import HostWatch
 from launch.runtime.learner_actor import LearnerActor
 from launch.runtime.object_store import ObjectDirectory, ObjectStoreTransport
 from launch.runtime.placement import ActorResources, Placement, plan_placement
@@ -77,6 +78,7 @@ class RayRuntime:
     self._group: PlacementGroup | None = None
     self._uses_sleep = False
     self._watch: supervision.ClusterWatch | None = None
+    self._hosts: HostWatch | None = None  # of a cluster that was joined
     self._started = not ray.is_initialized()
     if self._started:
       supervision.shorten_ray_messages()
@@ -108,13 +110,23 @@ class RayRuntime:
     """
     if self._started and not settings.cluster.address:
       self._watch = supervision.watch_cluster()
+    lost_nodes = []
+    if settings.cluster.address:
+      self._hosts = HostWatch(
+        self._ray, self._named_actors, timeout=settings.cluster.host_timeout
+      )
+      self._hosts.start()
+      lost_nodes = self._hosts.lost_nodes()
     env = self._options.get('runtime_env', {}).get('env_vars', {})
-    placement = plan_placement(settings, list_nodes(self._ray), has_learner=has_learner)
-    weight_transport.check_placement(self._transport, placement)
+    nodes = list_nodes(self._ray, lost_nodes)
+    placement = plan_placement(settings, nodes, has_learner=has_learner)
+    with_devices = [node for node in nodes if node.gpus or node.tpus]
+    num_machines = len(with_devices or nodes)
+    weight_transport.check_placement(self._transport, placement, num_machines)
     uses_gpus = any('GPU' in bundle for bundle in placement.bundles)
     if not settings.cluster.address and uses_gpus:
       env = {'NCCL_SOCKET_IFNAME': os.environ.get('NCCL_SOCKET_IFNAME', 'lo'), **env}
-    self._group = PlacementGroup(placement, env)
+    self._group = PlacementGroup(placement, env, avoid=lost_nodes)
     self._uses_sleep = has_learner and settings.placement.sleeps
     return placement
 
@@ -130,15 +142,21 @@ class RayRuntime:
     methods = (getattr(cls, name) for name in dir(cls))
     is_async = any(map(inspect.iscoroutinefunction, methods))
     max_calls = MAX_ASYNC_CALLS if is_async else MAX_THREADED_CALLS
+    node_id = None
     if self._group is None:
       actor_options = self._options
     else:
-      actor_options = self._group.actor_options(resources)
+      is_free = resources is not None and resources.bundle is None
+      node_id = self._hosts.choose_node() if self._hosts and is_free else None
+      actor_options = self._group.actor_options(resources, node_id)
     if python:
       runtime_env = {**actor_options.get('runtime_env', {}), 'py_executable': python}
       actor_options = {**actor_options, 'runtime_env': runtime_env}
     remote = self._ray.remote(cls).options(max_concurrency=max_calls, **actor_options)
-    return remote.remote(*args, **options)
+    actor = remote.remote(*args, **options)
+    if self._hosts is not None and node_id is not None:
+      self._hosts.place(actor, node_id)
+    return actor
 
   def spawn(self, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Starts an actor of class `cls` and returns a handle."""
@@ -225,6 +243,8 @@ class RayRuntime:
       options['parts'] = self._num_parts
 
     def start(number: int) -> Any:
+      if self._hosts is not None and self._pool is not None:
+        self._hosts.forget(self._pool.actors[number])  # which this one replaces
       own_options = {**options, **engines[number].options}
       return self._start(engines[number], cls, *args, python=python, **own_options)
 
@@ -312,8 +332,13 @@ class RayRuntime:
       self._workers_replaced += 1
       self._ray.kill(actor)  # it may only have been out of reach
       self._actors[:] = [(n, known) for n, known in self._actors if known is not actor]
+      if self._hosts is not None:
+        self._hosts.forget(actor)
 
-    return await run_worker_with_restart(start, forget, name)
+    def host_is_lost(actor: Any) -> bool:
+      return self._hosts is not None and self._hosts.has_ended(actor)
+
+    return await run_worker_with_restart(start, forget, name, host_is_lost=host_is_lost)
 
   async def supervise(self, work: Awaitable[Any]) -> Any:
     """Returns the result of `work`; engines that are lost meanwhile are replaced."""
@@ -339,6 +364,18 @@ class RayRuntime:
           metrics[metric] = max(size / 1e9, metrics.get(metric, 0.0))
     return metrics
 
+  def _named_actors(self) -> dict[str, Any]:
+    """Returns the actors as they are now, by names such as `engine 2`."""
+    kinds = list(self._actors)
+    if self._pool is not None:
+      kinds += [('engine', actor) for actor in self._pool.actors]
+    counts: dict[str, int] = {}
+    actors = {}
+    for kind, actor in kinds:
+      counts[kind] = counts.get(kind, 0) + 1
+      actors[f'{kind} {counts[kind]}'] = actor
+    return actors
+
   async def call_actors(
     self,
     fn: Callable[[Any, str], Any],
@@ -356,14 +393,7 @@ class RayRuntime:
     Returns:
       The results by the actors' names; those that are lost or fail are left out.
     """
-    kinds = list(self._actors)
-    if self._pool is not None:
-      kinds += [('engine', actor) for actor in self._pool.actors]
-    counts: dict[str, int] = {}
-    actors = {}
-    for kind, actor in kinds:
-      counts[kind] = counts.get(kind, 0) + 1
-      actors[f'{kind} {counts[kind]}'] = actor
+    actors = self._named_actors()
 
     async def call(name: str, actor: Any) -> Any:
       async with asyncio.timeout(timeout):
@@ -396,6 +426,8 @@ class RayRuntime:
         stack.callback(self._ray.shutdown)
       if self._watch is not None:
         stack.callback(self._watch.close)
+      if self._hosts is not None:
+        self._hosts.close()
       for part in (self._channel, self._group, self._pool):
         if part is not None:
           stack.callback(part.close)

@@ -4,6 +4,7 @@ import asyncio
 import atexit
 import logging
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -70,6 +71,7 @@ async def run_worker_with_restart(
   forget: Callable[[Any], None],
   name: str,
   *,
+  host_is_lost: Callable[[Any], bool] = lambda actor: False,
   max_deaths: int = 2,
   max_failed_starts: int = 30,
   pause: float = 2.0,
@@ -84,6 +86,8 @@ async def run_worker_with_restart(
     start: Makes an actor, and returns it with the reference that its `run` returns.
     forget: Is called with actors that have died.
     name: Of the worker, for log messages.
+    host_is_lost: Returns whether an actor's host is to blame for its death, which then
+      does not count.
     max_deaths: How often a worker that has run is replaced.
     max_failed_starts: How often in a row an actor may die without having run.
     pause: Seconds before another one is started.
@@ -114,10 +118,10 @@ async def run_worker_with_restart(
           error_summary(error),
         )
       else:
-        if deaths == max_deaths:
+        if not (excused := host_is_lost(actor)) and deaths == max_deaths:
           raise
         failed_starts = 0
-        deaths += 1
+        deaths += not excused
         log.warning(
           '%s was lost and is being restarted; its episodes are played again (%s)',
           name,
@@ -132,6 +136,15 @@ def measure_memory(actor: Any, name: str) -> int:
   import psutil
 
   return psutil.Process().memory_info().rss
+
+
+def measure_disk(actor: Any) -> tuple[str, int, int]:
+  """Returns where Ray keeps its files on this host; free and all bytes of that disk."""
+  from ray._private import worker
+
+  folder = worker._global_node.get_session_dir_path()
+  usage = shutil.disk_usage(folder)
+  return folder, usage.free, usage.total
 
 
 async def death_reason(actor: Any, timeout: float) -> Exception | None:

@@ -24,13 +24,23 @@ from launch.settings.cluster_settings import WEIGHTS as KEY
 from launch.settings.run_settings import WeightTransport
 
 
-def check_placement(transport: WeightTransport, placement: Placement) -> None:
-  """Raises ConfigError if learner and engines are not placed as a transport needs."""
+def check_placement(
+  transport: WeightTransport, placement: Placement, machines: int = 1
+) -> None:
+  """Checks that learner and engines are placed as a transport needs.
+
+  Args:
+    transport: How weights travel.
+    placement: Who has which devices.
+    machines: Number of machines that learner and engines may be on.
+
+  Raises:
+    ConfigError: They are not.
+  """
   where = f'{KEY}={transport.name}'
-  if transport.name == 'shared_memory' and len(placement.bundles) > 1:
+  if transport.name == 'shared_memory' and machines > 1:
     raise ConfigError(
-      f'{where}: the {len(placement.bundles)} machines of this run share no '
-      'memory: use object_store'
+      f'{where}: the {machines} machines of this run share no memory: use object_store'
     )
   if not transport.direct:
     return

@@ -128,7 +128,9 @@ def check_m2po(case, out, columns, weights):
     np.testing.assert_array_equal(cut[batch['mask']] == 0, keep[batch['mask']], what)
 
 
-@pytest.mark.parametrize('case, decided, kind', COVARIANCE, ids=str)
+@pytest.mark.parametrize(
+  'case, decided, kind', COVARIANCE, ids=lambda x: getattr(x, '__name__', str(x))
+)
 def test_covariance_losses_equal_the_restatement(case, decided, kind):
   """Batch by batch, too: the loss, its gradient, and which tokens are singled out."""
   columns = harness.stacked()

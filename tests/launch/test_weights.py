@@ -138,6 +138,18 @@ def test_each_way_from_gpu_to_gpu_needs_its_placement(text, layout, gpus, messag
   weight_transport.check_placement(WeightTransport('object_store'), placed)
 
 
+def test_shared_memory_needs_a_single_machine():
+  config = base.get_config()
+  config.cluster.update(ray=True, num_engines=2)
+  settings = resolve_settings(config)
+  nodes = [placement.ClusterNode()] * 3
+  placed = placement.plan_placement(settings, nodes)
+  transport = WeightTransport('shared_memory')
+  weight_transport.check_placement(transport, placed)
+  with pytest.raises(ConfigError, match='the 3 machines of this run share no memory'):
+    weight_transport.check_placement(transport, placed, 3)
+
+
 def test_without_a_learner_nobody_sends():
   config = base.get_config()
   config.cluster.update(ray=True, num_engines=0)
