@@ -58,6 +58,12 @@ class EmbeddingAndHead(nnx.Module):
     return (projected + embedded.reshape(projected.shape)) * 2**-0.5
 
 
+def unconstrained(x: jax.Array, *names: str | None) -> jax.Array:
+  """Leaves the sharding of an activation x, with axes `names`, to the compiler."""
+  del names
+  return x
+
+
 def _layer(config: ModelConfig, rngs: nnx.Rngs) -> layers.Block:
   if not config.linear_attention:
     return layers.Block(config, rngs)

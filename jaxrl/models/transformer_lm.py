@@ -25,12 +25,6 @@ _STREAM = 'batch', 'length', None  # the axes of the residual stream
 MAX_UNROLLED_LAYERS = 8  # layers at most that are compiled each for itself
 
 
-def unconstrained(x: jax.Array, *names: str | None) -> jax.Array:
-  """Leaves the sharding of an activation x, with axes `names`, to the compiler."""
-  del names
-  return x
-
-
 @dataclasses.dataclass(frozen=True)
 class TransformerLM:
   """A decoder-only transformer. Hashable and static; parameters are nested dicts.
@@ -62,7 +56,7 @@ class TransformerLM:
   dtype: str = 'float32'
   remat: RematPolicy = 'none'
   unroll: int = 0
-  constrain: Callable[..., jax.Array] = unconstrained
+  constrain: Callable[..., jax.Array] = layer_stack.unconstrained
   expert_fn: Callable[..., jax.Array] | None = None
   exact: Exact | None = None
   kernels: str = 'auto'
@@ -95,10 +89,8 @@ class TransformerLM:
   @property
   def is_shallow(self) -> bool:
     """Returns True for few layers on one CPU device, not recomputed and not exact."""
-    few = (
-      self.config.num_layers <= MAX_UNROLLED_LAYERS
-      and platform_of(self.platform) == 'cpu'
-    )
+    few = self.config.num_layers <= MAX_UNROLLED_LAYERS
+    few = few and platform_of(self.platform) == 'cpu'
     mesh = getattr(self.constrain, 'mesh', None)
     alone = mesh is None or mesh.size == 1
     return few and alone and remat.policy(self.remat) is None and self.exact is None

@@ -142,7 +142,8 @@ def measure_disk(actor: Any) -> tuple[str, int, int]:
   """Returns where Ray keeps its files on this host; free and all bytes of that disk."""
   from ray._private import worker
 
-  folder = worker._global_node.get_session_dir_path()
+  node: Any = worker._global_node  # an actor's process has one
+  folder = node.get_session_dir_path()
   usage = shutil.disk_usage(folder)
   return folder, usage.free, usage.total
 

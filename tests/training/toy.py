@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.models.layer_stack import unconstrained
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.models.transformer_lm import TransformerLM, unconstrained
+from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training.learner import Learner
 from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.types import PolicyOutputs, Trajectory

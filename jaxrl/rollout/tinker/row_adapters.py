@@ -268,7 +268,8 @@ class DecodingRows:
     Returns:
       `[S, …, V]` float32.
     """
-    added = self._product(*self.pairs[HEAD], hidden)
+    a, b = self.pairs[HEAD]
+    added = self._product(a, b, hidden)
     return added.reshape(*hidden.shape[:-1], -1).astype(jnp.float32)
 
   def _product(self, a: Array, b: Array, x: Array) -> Array:
