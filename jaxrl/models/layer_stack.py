@@ -208,6 +208,11 @@ def embedding_and_head(config: ModelConfig, params: Params) -> EmbeddingAndHead:
   return nnx.merge(_definition(EmbeddingAndHead, config)[0], outer_params)
 
 
+def _modules(part: Params) -> list[Params]:
+  """Returns the parameters of each module of a part; experts have plain arrays too."""
+  return [one for one in part.values() if isinstance(one, dict)]
+
+
 def block(config: ModelConfig, weights: Params) -> layers.Block:
   """Returns one layer's module with its parameters.
 
@@ -225,7 +230,7 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
       from jaxrl.models.decoding import joined_products  # engines on GPUs have them
 
       weights, joined = joined_products.part(config, weights)
-    elif any('rows' in one for part in parts for one in part.values()):
+    elif any('rows' in one for part in parts for one in _modules(part)):
       from jaxrl.models.decoding import output_major  # engines on CPUs have them
 
       weights, products = output_major.part(config, weights)

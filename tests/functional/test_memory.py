@@ -14,6 +14,7 @@ from tests.marks import slow_except
 
 B, T = 512, 64
 NAMES = ('logprobs', 'rewards', 'old_logprobs', 'teacher_logprobs', 'old_values')
+TERMS = 'reward_terms', 'reward_weights'
 
 
 def columns():
@@ -23,16 +24,21 @@ def columns():
   flags = jax.ShapeDtypeStruct((B,), bool)
   one = jax.ShapeDtypeStruct((), jnp.float32)
   names = (*NAMES, 'advantages', 'rollout_logprobs', 'ref_logprobs', 'entropy', 'nec')
+  names = (*names, 'sum_pi_squared')
   return {
     **dict.fromkeys(names, real),
     **dict.fromkeys(
-      ('group_ids', 'episode_ids', 'turn_ids', 'state_hash', 'pair_ids'), ids
+      ('group_ids', 'episode_ids', 'turn_ids', 'state_hash', 'pair_ids', 'role_ids'),
+      ids,
     ),
     **dict.fromkeys(('expert_mask', 'greedy_mask'), flags),
     'mask': jax.ShapeDtypeStruct((B, T), bool),
     'term_scale': jax.ShapeDtypeStruct((B,), jnp.float32),
+    'weights_version': jax.ShapeDtypeStruct((B, T), jnp.int32),
+    **dict.fromkeys(TERMS, jax.ShapeDtypeStruct((B, 2), jnp.float32)),
     'step': one,
-    'state': dict.fromkeys(('count', 'mean', 'square'), one),
+    'state': dict.fromkeys(('count', 'mean', 'square'), one)
+    | {'baseline': jax.ShapeDtypeStruct((8,), jnp.float32)},
     'key': jax.ShapeDtypeStruct((2,), jnp.uint32),
   }
 
@@ -70,7 +76,7 @@ FIRST = list({case.name: case for case in reversed(CASES)}.values())
 @pytest.mark.parametrize('case', slow_except(FIRST, CASES), ids=str)
 def test_no_square_of_rows_or_tokens(case):
   inputs = columns()
-  name = next(n for n in NAMES if n in case.fn.__code__.co_varnames)
+  name = next(n for n in (*NAMES, *TERMS) if n in case.fn.__code__.co_varnames)
 
   def total(x, others):
     out = harness.call(case, {**others, name: x})

@@ -19,7 +19,6 @@ KINDS = (
   'adafactor(min_size=8)',
   "lion(state_dtype='bfloat16')",
   'sgd',
-  'muon',
 )
 
 

@@ -1,4 +1,4 @@
-"""Hierarchical GRPO: solvers meet solvers of their problem, as in prime-rl."""
+"""Hierarchical GRPO: solvers meet solvers of their problem (prime-rl, 2026)."""
 
 from functools import partial
 

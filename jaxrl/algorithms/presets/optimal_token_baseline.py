@@ -1,4 +1,4 @@
-"""Optimal token baseline: the variance of gradients weighs a baseline (verl)."""
+"""Optimal token baseline: the variance of gradients weighs a baseline (verl, 2026)."""
 
 from functools import partial
 

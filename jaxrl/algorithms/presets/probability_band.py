@@ -1,4 +1,4 @@
-"""Probability band: tokens that moved too far are masked, as by prime-rl."""
+"""Probability band: tokens that moved too far are masked (prime-rl, 2026)."""
 
 from functools import partial
 

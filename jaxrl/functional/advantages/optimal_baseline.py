@@ -16,7 +16,7 @@ def optimal_token_baseline(
   old_logprobs: Array,
   sum_pi_squared: Array,
 ) -> Advantages:
-  """Computes A_t = G_t − Σ_i G_t W_t / Σ_i W_t over a group's rows, as verl does.
+  """Computes A_t = G_t − Σ_i G_t W_t / Σ_i W_t over a group's rows (verl, 2026).
 
   W_t = Σ_{j≤t} ((1 − π_j)² + Σ_v π(v)² − π_j²), the squared norm of the gradient of the
   log-probs so far by the logits: rows whose gradient varies more count for more. G is

@@ -78,13 +78,14 @@ def hierarchical_grpo(
   *,
   episode_role: int = 1,
 ) -> Advantages:
-  """Computes A = R − mean over its peers, for one that proposes and others that solve.
+  """Computes A = R − mean over a row's peers, which its role decides (prime-rl, 2026).
 
-  Every row is one agent's. Rows with the role `episode_role`, the solvers, are compared
-  within their episode, where they attempt the same proposed problem; the others with
-  their role in the whole group. So the hardness of a problem is no solver's fault. It
-  is prime-rl's `hierarchical_grpo`, which gives a row without peers A = 0; here it has
-  A = R, as in all advantages of this package.
+  One agent proposes a problem and others solve it. Every row is one agent's. Rows with
+  the role `episode_role`, the solvers, are compared within their episode, where they
+  attempt the same proposed problem; the others with their role in the whole group. So
+  the hardness of a problem is no solver's fault. It is prime-rl's `hierarchical_grpo`,
+  which gives a row without peers A = 0; here it has A = R, as in all advantages of this
+  package.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.

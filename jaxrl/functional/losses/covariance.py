@@ -100,7 +100,7 @@ def clip_cov(
   cov_low: float = 1.0,
   cov_high: float = 5.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """Computes PPO's clip without some tokens of high covariance (arXiv 2505.22617).
+  """Computes keep·L of PPO's clip, keep = 0 at drawn covariances (arXiv 2505.22617).
 
   Among the tokens with cov_low < (A − mean A)(p − mean p) < cov_high that PPO does not
   clip, max(⌊ratio·tokens⌋, 1) are drawn at random and have no gradient. They stay in

@@ -52,7 +52,7 @@ def a3po(
   clip_high: float = 0.2,
   cap: float = 5.0,
 ) -> tuple[Array, dict[str, Array]]:
-  """Computes PPO's clip around an interpolated proximal policy (arXiv 2512.06547).
+  """Computes PPO's clip of e^(p−q), q = α·o + (1−α)·p (A-3PO, arXiv 2512.06547).
 
   L_t = sg(w)·max(−A·r, −A·clip(r, 1−ε_low, 1+ε_high)) with w = e^{prox − o} and r =
   e^{p − prox}; tokens with w > C are left out. prox is that of `proximal_logprobs`, so

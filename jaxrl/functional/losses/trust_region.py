@@ -102,9 +102,10 @@ def probability_band(
 ) -> tuple[Array, dict[str, Array]]:
   """Computes L_t = −A·r·sg(keep) + c(p−o)², keep = 1[|e^p − e^o| ≤ δ].
 
-  prime-rl calls it IPO (its `ipo_loss_fn`), a name that a preference loss has here. In
-  contrast to `dppo_tv`, a token that has moved too far is left out whatever the sign of
-  its advantage, so that nothing draws it back but the regulariser.
+  Its source is the code (prime-rl, 2026), which calls it IPO (`ipo_loss_fn`), a name
+  that a preference loss has here. In contrast to `dppo_tv`, a token that has moved too
+  far is left out whatever the sign of its advantage, so that nothing draws it back but
+  the regulariser.
 
   Args:
     logprobs: `[B, T]` the policy's log-probs p, with gradient.
