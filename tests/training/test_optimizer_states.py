@@ -6,6 +6,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from jaxrl.algorithms import registry, requirements
+from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import optimizers, train_state
 from jaxrl.training.checkpointing import Checkpointer, CheckpointError
 from jaxrl.training.optimizers import OptimizerOptions
@@ -19,12 +20,15 @@ KINDS = (
   'adafactor(min_size=8)',
   "lion(state_dtype='bfloat16')",
   'sgd',
+  'muon',
 )
 
 
 def make_learner(kind):
   optimizer = make_optimizer(OptimizerOptions(learning_rate=1e-2, name=kind))
-  return toy.learner(registry.make('sft'), optimizer=optimizer)
+  # Muon is for the matrices of layers, which a bigram does not have.
+  model = TransformerLM if kind == 'muon' else toy.Bigram
+  return toy.learner(registry.make('sft'), kind=model, optimizer=optimizer)
 
 
 def groups(seed=0):
