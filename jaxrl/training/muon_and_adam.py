@@ -15,7 +15,6 @@ import jax.numpy as jnp
 import optax
 from optax.contrib import MuonDimensionNumbers
 
-from jaxrl.options import ConfigError
 from jaxrl.types import Array, Params
 
 
@@ -70,7 +69,7 @@ def scale_by_muon_and_adam(
 
     paths = jax.tree_util.tree_leaves_with_path(params)
     if all(matrix_axes(path, x.shape) is None for path, x in paths):
-      raise ConfigError(
+      raise ValueError(
         "optimizer.name='muon' updates the kernels of layers, and this run trains none "
         'of them. Adapters are trained by adamw'
       )

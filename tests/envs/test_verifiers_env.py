@@ -11,7 +11,6 @@ import pytest
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.adapters import verifiers_env
-from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import make_env_manager
 from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
@@ -164,7 +163,7 @@ def test_what_is_wrong_is_said_in_words(tmp_path, options, words):
   folder = write_taskset(tmp_path)
   options = {'taskset': str(folder), 'arguments': NULL, **options}
   env = env_factory('verifiers', {'python': str(PYTHON), **options})()
-  with pytest.raises(ConfigError, match='taskset cannot be loaded') as error:
+  with pytest.raises(ValueError, match='taskset cannot be loaded') as error:
     env.reset(seed=0)
   assert words in str(error.value)
 
@@ -185,6 +184,6 @@ def test_options_are_checked_before_anything_starts(monkeypatch, options, words)
   monkeypatch.setattr(
     verifiers_env, '_has_verifiers', lambda python: False if python else None
   )
-  with pytest.raises(ConfigError) as error:
+  with pytest.raises(ValueError) as error:
     env_factory('verifiers', options)
   assert words in str(error.value)

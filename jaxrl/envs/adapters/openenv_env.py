@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 
 from jaxrl.envs import reply_parsing
 from jaxrl.envs.adapters.openenv_server import OpenEnvServer, split_command
-from jaxrl.options import ConfigError, require_package
+from jaxrl.options import require_package
 
 MAX_MESSAGE_BYTES = 16 << 20  # of what a server sends
 _SCALARS = ('string', 'integer', 'number', 'boolean')
@@ -58,7 +58,7 @@ class OpenEnvEnv:
     max_chars: The maximum number of characters of an answer.
 
   Raises:
-    ConfigError: If an option is wrong.
+    ValueError: If an option is wrong.
   """
 
   uses_dataset = False  # its tasks are seeds
@@ -80,13 +80,13 @@ class OpenEnvEnv:
   ):
     require_package('aiohttp', "the environment 'openenv'", 'serve')
     if bool(url) == bool(command):
-      raise ConfigError("set either url='http://…' or command='… --port {port}'")
+      raise ValueError("set either url='http://…' or command='… --port {port}'")
     if url and urlsplit(url).scheme not in ('http', 'https', 'ws', 'wss'):
-      raise ConfigError(f'url={url!r}: must begin with http:// or ws://')
+      raise ValueError(f'url={url!r}: must begin with http:// or ws://')
     if timeout <= 0 or start_timeout <= 0:
-      raise ConfigError('timeout and start_timeout must be positive')
+      raise ValueError('timeout and start_timeout must be positive')
     if key_variable and not os.environ.get(key_variable):
-      raise ConfigError(f'key_variable: ${key_variable} is not set')
+      raise ValueError(f'key_variable: ${key_variable} is not set')
     self._parts = split_command(command) if command else []
     self._url = url.rstrip('/')
     self._per = per

@@ -15,7 +15,6 @@ import urllib.request
 from collections.abc import Sequence
 
 from jaxrl.envs.tools.mcp_tools import DEATH_SIGNAL_WRAPPER
-from jaxrl.options import ConfigError
 
 _TAIL_BYTES = 1000  # bytes kept from the end of a server's outputs
 _POLL_INTERVAL_S = 0.1
@@ -36,17 +35,17 @@ def split_command(command: str) -> list[str]:
     The program and its arguments.
 
   Raises:
-    ConfigError: If it names no program that exists, or has no {port}.
+    ValueError: If it names no program that exists, or has no {port}.
   """
   where = f'command={command!r}'
   try:
     parts = shlex.split(command)
   except ValueError as error:
-    raise ConfigError(f'{where}: {error}') from error
+    raise ValueError(f'{where}: {error}') from error
   if not parts or shutil.which(parts[0]) is None:
-    raise ConfigError(f'{where}: there is no program {parts[0] if parts else ""!r}')
+    raise ValueError(f'{where}: there is no program {parts[0] if parts else ""!r}')
   if '{port}' not in command:
-    raise ConfigError(f"{where}: must contain '{{port}}', as in --port {{port}}")
+    raise ValueError(f"{where}: must contain '{{port}}', as in --port {{port}}")
   return parts
 
 

@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.adapters import verifiers_worker
 from jaxrl.envs.agents.agent_env import validate_result
-from jaxrl.options import ConfigError, require_package
+from jaxrl.options import require_package
 
 _INSTALL = (
   'python3 -m venv .venv-verifiers && .venv-verifiers/bin/pip install verifiers==0.4.0 '
@@ -54,7 +54,7 @@ class VerifiersEnv:
     memory_gib: The data that each process of an episode may have; 0 means unlimited.
 
   Raises:
-    ConfigError: If an option is wrong.
+    ValueError: If an option is wrong.
   """
 
   played_by_agent = True
@@ -73,9 +73,9 @@ class VerifiersEnv:
     memory_gib: float = 0.0,
   ):
     if not taskset:
-      raise ConfigError("option 'taskset' must name a taskset, by module or path")
+      raise ValueError("option 'taskset' must name a taskset, by module or path")
     if memory_gib < 0:
-      raise ConfigError('memory_gib must not be negative')
+      raise ValueError('memory_gib must not be negative')
     spec = {
       'taskset': taskset,
       'env': env,
@@ -87,9 +87,9 @@ class VerifiersEnv:
     try:
       self._spec = json.dumps(spec)
     except (TypeError, ValueError) as error:
-      raise ConfigError(f'arguments and select must be JSON: {error}') from error
+      raise ValueError(f'arguments and select must be JSON: {error}') from error
     if len(self._spec) >= verifiers_worker.MAX_REQUEST_BYTES:
-      raise ConfigError(
+      raise ValueError(
         f'arguments and select have at most {verifiers_worker.MAX_REQUEST_BYTES} bytes '
         'as JSON'
       )
@@ -104,7 +104,7 @@ class VerifiersEnv:
     """Checks the options.
 
     Raises:
-      ConfigError: If they are wrong, or verifiers is not installed.
+      ValueError: If they are wrong, or verifiers is not installed.
     """
     require_package('aiohttp', 'the endpoint of agents', 'serve')
     cls(**options)
@@ -192,7 +192,7 @@ class TasksetWorker:
     spec: The options of `VerifiersEnv` as JSON.
 
   Raises:
-    ConfigError: If the taskset cannot be loaded.
+    ValueError: If the taskset cannot be loaded.
   """
 
   def __init__(self, python: str, spec: str):
@@ -217,10 +217,10 @@ class TasksetWorker:
       what = f'took more than {_LOAD_TIMEOUT_S:.0f} seconds to load it'
       if not isinstance(error, TimeoutError):
         what = 'ended while it loaded it; its standard error says why'
-      raise ConfigError(f"option 'taskset': {python} {what}") from error
+      raise ValueError(f"option 'taskset': {python} {what}") from error
     if 'error' in answer:
       self._finalizer()
-      raise ConfigError(f'the taskset cannot be loaded: {answer["error"]}')
+      raise ValueError(f'the taskset cannot be loaded: {answer["error"]}')
     self.num_tasks: int = answer['num_tasks']
 
   @property
@@ -262,17 +262,17 @@ def _find_worker(python: str, spec: str) -> TasksetWorker:
 
 
 def _check_python(python: str) -> None:
-  """Checks that verifiers can be found. Raises ConfigError."""
+  """Checks that verifiers can be found. Raises ValueError."""
   where = f'python={python!r}'
   if not python:
     if sys.modules.get('verifiers') is None and not _has_verifiers(sys.executable):
-      raise ConfigError(f"the environment 'verifiers' needs verifiers: {_INSTALL}")
+      raise ValueError(f"the environment 'verifiers' needs verifiers: {_INSTALL}")
     return
   if shutil.which(python) is None:
     what = 'is no program' if pathlib.Path(python).exists() else 'does not exist'
-    raise ConfigError(f"{where}: {what}; 'verifiers' needs: {_INSTALL}")
+    raise ValueError(f"{where}: {what}; 'verifiers' needs: {_INSTALL}")
   if not _has_verifiers(python):
-    raise ConfigError(f'{where}: has no verifiers: {_INSTALL}')
+    raise ValueError(f'{where}: has no verifiers: {_INSTALL}')
 
 
 def _has_verifiers(python: str) -> bool:

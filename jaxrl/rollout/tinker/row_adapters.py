@@ -19,7 +19,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.options import ConfigError
 from jaxrl.types import Array, Params
 
 HEAD = 'unembed'
@@ -42,7 +41,7 @@ def check_model(config: ModelConfig) -> None:
     config: The model's shape.
 
   Raises:
-    ConfigError: If they cannot.
+    ValueError: If they cannot.
   """
   problem = ''
   if config.num_experts:
@@ -54,7 +53,7 @@ def check_model(config: ModelConfig) -> None:
   elif config.vision is not None:
     problem = 'it sees images'
   if problem:
-    raise ConfigError(
+    raise ValueError(
       f'family {config.family}: a model whose rows have adapters of their own must be '
       f'dense, with one kind of attention, and {problem}'
     )

@@ -119,7 +119,7 @@ class TenantLearner:
       step_tokens: Tokens of one program, with padding; a row may be longer.
 
     Raises:
-      ConfigError: If rows of the model cannot have adapters of their own.
+      ValueError: If rows of the model cannot have adapters of their own.
     """
     row_adapters.check_model(model.config)
     self._config, self._params = model.config, params
