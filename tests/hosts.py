@@ -212,6 +212,8 @@ def ray_environment(environment):
     **environment,
     'JAX_PLATFORMS': 'cpu',
     'RAY_AUTH_MODE': 'disabled',
+    # Tests that ran before in this process may have bound Ray to the loopback.
+    'RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER': '1',
     'RAY_raylet_start_wait_time_s': '120',  # on a machine that has other work
   }
 
