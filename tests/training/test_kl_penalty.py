@@ -37,7 +37,7 @@ def batch():
   for group in groups:
     for i, row in enumerate(group):
       row.sample_index, row.turn = i // 2, i % 2
-      row.extras['state_hash'] = i % 2
+      row.extras['state_hash'] = row.extras['role'] = i % 2
   groups[0][-1].is_greedy = groups[0][-2].is_greedy = True
   packed = collate(groups, (16,))
   rng = np.random.default_rng(0)

@@ -42,6 +42,7 @@ def columns(seed=0, played=PLAYED):
     for name in (
       *('logprobs', 'old_logprobs', 'rollout_logprobs', 'ref_logprobs'),
       *('teacher_logprobs', 'values', 'old_values', 'entropy', 'nec'),
+      'sum_pi_squared',
     )
   }
   rewards = np.zeros(shape, np.float32)
@@ -54,6 +55,9 @@ def columns(seed=0, played=PLAYED):
     'episode_ids': np.arange(rows),
     'turn_ids': np.zeros(rows, int),
     'state_hash': rng.integers(0, 3, rows),
+    'role_ids': rng.integers(0, 2, rows),
+    'reward_terms': rewards[:, -1:],
+    'reward_weights': np.ones((rows, 1), np.float32),
     'expert_mask': np.arange(rows) >= played,
     'greedy_mask': (np.arange(rows) < 2) & (played > 2),
   }
