@@ -270,29 +270,40 @@ def _skip_bitcasts(inner: Computation, name: str) -> HloInstruction:
   return inner[name]
 
 
-def _bytes_read(module: HloModule, inner: Computation, name: str) -> float | None:
+def _bytes_read(
+  module: HloModule, inner: Computation, name: str, *, is_nested: bool = False
+) -> float | None:
   """Returns the bytes that a fusion reads of one of its values, None for all of it."""
+  if is_nested and hlo.root_instruction(inner).name == name:
+    return None  # the fusion around it reads it
   users = [x for x in inner.values() if name in x.operands]
-  parts = [_bytes_read_by(module, inner, user, name) for user in users]
+  parts = [_bytes_read_by(module, inner, x, name, is_nested=is_nested) for x in users]
   return None if any(part is None for part in parts) else sum(x or 0.0 for x in parts)
 
 
 def _bytes_read_by(
-  module: HloModule, inner: Computation, user: HloInstruction, name: str
+  module: HloModule,
+  inner: Computation,
+  user: HloInstruction,
+  name: str,
+  *,
+  is_nested: bool,
 ) -> float | None:
   """Returns the bytes that `user` reads of its operand `name`, None for all of it."""
   if user.op in SLICES and user.operands[0] == name:
     return hlo.num_bytes(user.type, hbm_only=False)
   if user.op in UPDATES and user.operands[0] == name:
-    return 0.0  # written in place; the write is counted with the output
+    # Written in place, and the write is counted with the output. A nested fusion hands
+    # what it has written to the fusion around it, which reads it.
+    return None if is_nested else 0.0
   if user.op == 'bitcast':
-    return _bytes_read(module, inner, user.name)
+    return _bytes_read(module, inner, user.name, is_nested=is_nested)
   nested = module.computations.get(user.called_computation('calls') or '')
   if user.op != 'fusion' or nested is None:
     return None
   places = {str(i) for i, operand in enumerate(user.operands) if operand == name}
   parts = [
-    _bytes_read(module, nested, x.name)
+    _bytes_read(module, nested, x.name, is_nested=True)
     for x in nested.values()
     if x.op == 'parameter' and x.operand_text in places
   ]
