@@ -11,6 +11,7 @@ COMMANDS = {
   'rollout': 'generates rollouts for a whole data set and stores the trajectories',
   'play': 'shows one episode, turn by turn and token by token',
   'serve': "serves a checkpoint through OpenAI's API",
+  'tinker': 'serves the Tinker API, to train and sample with its scripts',
   'plan': 'predicts whether a run fits on other machines, and how long a step takes',
   'algorithms': 'lists and describes algorithms and every other kind of component',
   'view': 'shows runs in a browser, during and after them',
