@@ -5,9 +5,7 @@ server accepts connections from this machine only. Ctrl-C or SIGTERM ends it.
 """
 
 import asyncio
-import os
 import pathlib
-import secrets
 import signal
 import tempfile
 from collections.abc import Sequence
@@ -17,7 +15,7 @@ from jaxrl.options import ConfigError, require_package
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime import process_env
-from launch.runtime.ports import check_port
+from launch.runtime.ports import check_port, server_key
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
@@ -121,20 +119,6 @@ async def serve(
   console.say('Stopped.')
 
 
-def _api_key(host: str) -> tuple[str, bool]:
-  """Returns the key, and whether it was generated."""
-  from jaxrl.rollout.gateway.connection_limits import LOOPBACK_HOSTS
-
-  if key := os.environ.get(API_KEY_ENV, '').strip():
-    return key, False
-  if host not in LOOPBACK_HOSTS:
-    raise ConfigError(
-      f'--host={host} accepts other machines: set ${API_KEY_ENV} to the key that '
-      'their clients must send'
-    )
-  return secrets.token_urlsafe(24), True
-
-
 def _check_aiohttp() -> None:
   require_package('aiohttp', 'the endpoint', 'serve')
 
@@ -150,14 +134,12 @@ def _run(argv: Sequence[str]) -> int:
     raise ConfigError(
       'no model to serve: set --checkpoint=FOLDER, as in --checkpoint=runs/mine/export'
     )
-  if not 0 <= port < 2**16:
-    raise ConfigError(f'--port={port}: a port is a number from 0 to 65535')
   _check_aiohttp()
   check_port(flags['host'], port)
   from jaxrl.rollout.gateway.http_server import GatewayServer
   from launch.settings.resolve import resolve_settings
 
-  key, made_up = _api_key(flags['host'])
+  key, made_up = server_key(flags['host'], API_KEY_ENV)
   console = Console()
   with tempfile.TemporaryDirectory() as folder:
     flag = 'checkpoint' if flags['checkpoint'] else 'config.model.checkpoint'

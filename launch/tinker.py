@@ -9,9 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
-import os
 import pathlib
-import secrets
 import signal
 from collections.abc import AsyncIterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -21,7 +19,7 @@ from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from launch.logging.console import Console
 from launch.logging.error_pages import print_error
 from launch.runtime import process_env
-from launch.runtime.ports import check_port
+from launch.runtime.ports import check_port, server_key
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line
 
@@ -56,22 +54,6 @@ _LIMITS_USAGE = '\n'.join(
   for name, field in LIMITS.items()
 )
 USAGE = f'{_OWN_USAGE}{_LIMITS_USAGE}\n'
-
-
-def _api_key(host: str) -> tuple[str, bool]:
-  """Returns the key, and whether it was generated."""
-  from jaxrl.rollout.gateway.connection_limits import LOOPBACK_HOSTS
-
-  if key := os.environ.get(API_KEY_ENV, '').strip():
-    if not key.startswith(KEY_PREFIX):
-      raise ConfigError(f'${API_KEY_ENV}: a key begins with {KEY_PREFIX}')
-    return key, False
-  if host not in LOOPBACK_HOSTS:
-    raise ConfigError(
-      f'--host={host} accepts other machines: set ${API_KEY_ENV} to the key that '
-      'their clients must send'
-    )
-  return KEY_PREFIX + secrets.token_urlsafe(24), True
 
 
 def _load(checkpoint: str, dtype: str) -> tuple['LoadedModel', 'TinkerModel']:
@@ -231,15 +213,13 @@ def _run(argv: Sequence[str]) -> int:
   flags, port = command.flags, command.flag('port', int)
   if command.overrides:
     raise ConfigError(f'--config.{command.overrides[0][0]}: this command has no config')
-  if not 0 <= port < 2**16:
-    raise ConfigError(f'--port={port}: a port is a number from 0 to 65535')
   if flags['dtype'] not in DTYPES:
     raise ConfigError(f'--dtype={flags["dtype"]}: choose float32 or bfloat16')
   _options(command)
   require_package('aiohttp', 'the Tinker API', 'serve')
   require_package('msgspec', 'the Tinker API', 'serve')
   check_port(flags['host'], port)
-  key, made_up = _api_key(flags['host'])
+  key, made_up = server_key(flags['host'], API_KEY_ENV, KEY_PREFIX)
   logging.basicConfig(format='%(message)s', level=logging.INFO)
   console = Console()
   if made_up:
