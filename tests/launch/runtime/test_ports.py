@@ -6,7 +6,7 @@ import pytest
 
 from jaxrl.options import ConfigError
 from launch import serve, view
-from launch.runtime.ports import check_port
+from launch.runtime.ports import check_port, server_key
 from tests.launch import runs
 
 
@@ -40,3 +40,15 @@ def test_any_free_port_is_taken_and_left(busy):
 def test_an_address_of_no_or_another_machine_is_named(host):
   with pytest.raises(ConfigError, match=f'^--host={host}: '):
     check_port(host, 0)
+
+
+def test_a_key_is_the_users_own_or_made_up_for_this_machine_alone(monkeypatch):
+  monkeypatch.delenv('OWN_KEY', raising=False)
+  key, made_up = server_key('127.0.0.1', 'OWN_KEY', 'tml-')
+  assert made_up and key.startswith('tml-') and len(key) > 30
+  with pytest.raises(ConfigError, match=r'--host=0\.0\.0\.0 .*\$OWN_KEY'):
+    server_key('0.0.0.0', 'OWN_KEY')
+  monkeypatch.setenv('OWN_KEY', ' mine ')
+  assert server_key('0.0.0.0', 'OWN_KEY') == ('mine', False)
+  with pytest.raises(ConfigError, match='begins with tml-'):
+    server_key('127.0.0.1', 'OWN_KEY', 'tml-')
