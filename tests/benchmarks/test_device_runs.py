@@ -8,6 +8,7 @@ import zipfile
 
 import pytest
 
+from tests import processes
 from tests.benchmarks.gpu import device_runs, offline_wheels
 
 
@@ -44,9 +45,7 @@ def test_a_run_that_takes_too_long_is_ended_with_its_children(tmp_path):
   code = f'sleep 60 & echo $! > {child}; wait'
   problem = device_runs.call(['sh', '-c', code], tmp_path / 'log', 1.0)
   assert 'more than 1 s' in problem
-  line = ['ps', '-o', 'stat=', child.read_text().strip()]
-  state = subprocess.run(line, check=False, stdout=subprocess.PIPE, text=True).stdout
-  assert state.strip() in ('', 'Z')  # gone, or dead and not yet collected
+  processes.wait_for_end(int(child.read_text()), seconds=30)
   assert 'exit status 3' in device_runs.call(['sh', '-c', 'exit 3'], tmp_path / 'l', 9)
 
 
