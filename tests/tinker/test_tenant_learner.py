@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -120,12 +121,15 @@ def plain_loss(name, lora, data, model, base):
   old, advantages = (data.inputs[x][None] for x in ('logprobs', 'advantages'))
   arguments = logprobs, old, advantages, mask
   # The learner holds thresholds in float32.
-  clip = {'clip_low': 1 - np.float32(0.8), 'clip_high': np.float32(1.2) - 1}
+  clip: dict[str, Any] = {
+    'clip_low': 1 - np.float32(0.8),
+    'clip_high': np.float32(1.2) - 1,
+  }
   loss = {
     'importance_sampling': lambda: losses.importance_sampling(*arguments),
     'ppo': lambda: losses.ppo_clip(*arguments, **clip, dual_clip=None),
     'cispo': lambda: losses.cispo(*arguments, **clip),
-    'dro': lambda: losses.kimi(*arguments, tau=np.float32(0.05)),
+    'dro': lambda: losses.kimi(*arguments, tau=float(np.float32(0.05))),
     'gspo': lambda: losses.gspo(*arguments, clip_low=3e-4, clip_high=4e-4),
   }[name]()[0]
   return jnp.sum(loss * weights)
