@@ -64,7 +64,7 @@ def row(seed, length=12, loss='cross_entropy', **inputs):
   if loss != 'cross_entropy':
     inputs['logprobs'] = rng.uniform(-7, -4, length).astype(np.float32)
     inputs['advantages'] = rng.normal(size=length).astype(np.float32)
-  options = tenant_losses.check_loss(loss, {})
+  options = tenant_losses.check_loss(loss, {}, 'r1_reward')
   return TrainingRow(tokens, targets[:, None], loss, options, inputs)
 
 
@@ -131,6 +131,7 @@ def plain_loss(name, lora, data, model, base):
     'cispo': lambda: losses.cispo(*arguments, **clip),
     'dro': lambda: losses.kimi(*arguments, tau=float(np.float32(0.05))),
     'gspo': lambda: losses.gspo(*arguments, clip_low=3e-4, clip_high=4e-4),
+    'stable_reinforce': lambda: losses.stable_reinforce(*arguments, **clip),
   }[name]()[0]
   return jnp.sum(loss * weights)
 

@@ -38,6 +38,10 @@ from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from jaxrl.rollout.tinker.training_queue import TrainingQueue
 
 ADAMW = {'type': 'adamw'}
+ONLY_ADAMW = (
+  'use adamw. How dimuon scales and smooths its steps has not been published; it is '
+  'another optimizer than Muon'
+)
 MAX_AHEAD = 10_000  # numbers by which requests may be out of order
 # Weights that were saved for one client, without a name, are kept for a day.
 UNNAMED_SECONDS = 24 * 3600
@@ -55,7 +59,7 @@ def adam_options(body: request_bodies.OptimStep) -> dict[str, float]:
   """
   if body.optimizer_params is not None:
     kind = body.optimizer_params.get('type')
-    raise RequestError(f'optimizer {kind!r} is not supported; use AdamParams')
+    raise RequestError(f'optimizer {kind!r} is not supported: {ONLY_ADAMW}')
   options = msgspec.structs.asdict(body.adam_params or request_bodies.AdamBody())
   for name, value in options.items():
     if not math.isfinite(value) or value < 0:
@@ -182,7 +186,8 @@ class TrainingService:
 
   def _check_optimizer(self, config: dict[str, Any] | None) -> None:
     if config is not None and config.get('type', 'adamw') != 'adamw':
-      raise RequestError(f'optimizer {config["type"]!r} is not supported; use adamw')
+      kind = config['type']
+      raise RequestError(f'optimizer {kind!r} is not supported: {ONLY_ADAMW}')
 
   async def _open(
     self,
@@ -310,7 +315,9 @@ class TrainingService:
       if custom is None:
         raise RequestError(f'this session has no custom loss {loss_id!r}')
     else:
-      options = tenant_losses.check_loss(body.loss, body.loss_config)
+      options = tenant_losses.check_loss(
+        body.loss, body.loss_config, limits.stable_reinforce
+      )
     sizes = {
       'vocab_size': self._model.config.vocab_size,
       'max_length': limits.max_length,
