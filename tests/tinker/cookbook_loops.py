@@ -5,8 +5,9 @@ the folder and runs `recipes/sl_loop.py` as it is; `rl` runs `recipes/rl_loop.py
 Replaced are the data set and a table of the package that says how a model's
 conversations are written, which does not know every model. The file has a JSON object
 with 'question' and 'answer' on each line, as GSM8K has them; without one the rows are
-capitals or sums. What is printed is measured before and after the loop: the loss of a
-token in rows that the loop does not see, or the mean reward of samples.
+capitals, or answers to be repeated. What is printed is measured before and after the
+loop: the loss of a token in rows that the loop does not see, or the mean reward of
+samples.
 """
 
 import argparse
@@ -51,16 +52,17 @@ EXAMPLE = (
 )
 
 
-def read_rows(path: str, loop: str, number: int) -> list[dict[str, str]]:
+def read_rows(path: str, loop: str, size: int) -> list[dict[str, str]]:
   """Returns the first rows of a file, or rows of our own."""
   if path:
     with pathlib.Path(path).open() as file:
-      return [json.loads(line) for line in itertools.islice(file, number)]
+      return [json.loads(line) for line in itertools.islice(file, size)]
   rows = []
-  for i in range(number):
+  for i in range(size):
     country, city = list(CAPITALS.items())[i % len(CAPITALS)]
-    x, y = 1 + i % 4, 1 + (i // 4) % 4
-    question, answer = f'What is {x} + {y}?', f'#### {x + y}'
+    number = 1 + i % 9  # what the model can repeat, now and then
+    question = f'The answer is \\boxed{{{number}}}. Repeat the answer.'
+    answer = f'#### {number}'
     if loop == 'sl':  # a manner of answering that is quickly learned
       question = f'What is the capital of {country}?'
       answer = f'Capital of {country}, as asked: {city}!'

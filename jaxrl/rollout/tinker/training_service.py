@@ -33,11 +33,15 @@ from jaxrl.rollout.tinker.tenant_learner import (
   TenantSnapshot,
   TrainingRow,
 )
-from jaxrl.rollout.tinker.tinker_model import TinkerModel, peft_files, trained_layers
+from jaxrl.rollout.tinker.tinker_model import (
+  OPTIMIZER,
+  TinkerModel,
+  peft_files,
+  trained_layers,
+)
 from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from jaxrl.rollout.tinker.training_queue import TrainingQueue
 
-ADAMW = {'type': 'adamw'}
 ONLY_ADAMW = (
   'use adamw. How dimuon scales and smooths its steps has not been published; it is '
   'another optimizer than Muon'
@@ -254,7 +258,7 @@ class TrainingService:
         'tokenizer_id': self._model.tokenizer_id,
       },
       'model_id': body.model_id,
-      'optimizer_config': ADAMW,
+      'optimizer_config': OPTIMIZER,
       'is_lora': True,
       'lora_rank': facts['rank'],
       'model_name': self._model.name,
@@ -499,6 +503,8 @@ class TrainingService:
   async def _read(
     self, body: request_bodies.LoadWeights
   ) -> tuple[dict[str, Any], TenantSnapshot]:
+    if body.weights_access_token:
+      raise RequestError('weights_access_token is not supported: there is one key')
     record = self._store.find(body.path)
     snapshot = await asyncio.to_thread(
       self._store.load, body.path, moments=body.optimizer
