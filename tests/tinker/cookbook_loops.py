@@ -42,7 +42,6 @@ CAPITALS = {
 }
 LIMITS = ('--max_length=512', '--step_tokens=512', '--max_tenants=2', '--max_rank=8')
 LIMITS = (*LIMITS, '--max_samplers=2', '--max_num_seqs=32')
-MAX_LENGTH = 256  # of the supervised rows
 # As the loop for RL asks.
 SUFFIX = ' Provide a numerical answer without units, written inside \\boxed{}.'
 EXAMPLE = (
@@ -79,10 +78,10 @@ def messages(row: dict[str, str]) -> list[Any]:
 class Measure:
   """Measures what a checkpoint can do with rows, through clients of its own."""
 
-  def __init__(self, url: str, model: str, rows: list[dict[str, str]], max_tokens: int):
+  def __init__(self, flags: argparse.Namespace, url: str, rows: list[dict[str, str]]):
     self.service = tinker.ServiceClient(base_url=url)
-    self.model, self.rows, self.max_tokens = model, rows, max_tokens
-    self.renderer = renderers.get_renderer(RENDERER, get_tokenizer(model))
+    self.model, self.rows, self.flags = flags.model, rows, flags
+    self.renderer = renderers.get_renderer(RENDERER, get_tokenizer(flags.model))
 
   def loss(self, state: str | None) -> float:
     """Returns the mean loss of a token of the answers."""
@@ -91,7 +90,7 @@ class Measure:
       make = self.service.create_training_client_from_state(state)
     what = renderers.TrainOnWhat.ALL_ASSISTANT_MESSAGES
     data = [
-      conversation_to_datum(messages(row), self.renderer, MAX_LENGTH, what)
+      conversation_to_datum(messages(row), self.renderer, self.flags.max_length, what)
       for row in self.rows
     ]
     client = make.result()
@@ -107,7 +106,7 @@ class Measure:
       model_path=sampler, base_model=None if sampler else self.model
     ).result()
     stop = self.renderer.get_stop_sequences()
-    params = types.SamplingParams(max_tokens=self.max_tokens, stop=stop, seed=1)
+    params = types.SamplingParams(max_tokens=self.flags.max_tokens, stop=stop, seed=1)
     example = [
       {'role': role, 'content': content}
       for role, content in zip(('user', 'assistant'), EXAMPLE, strict=True)
@@ -137,7 +136,7 @@ def run_loop(
   common |= {'model_name': flags.model, 'max_steps': flags.steps, 'lora_rank': 8}
   common |= {'batch_size': flags.batch_size, 'learning_rate': flags.learning_rate}
   if flags.loop == 'sl':
-    sl_loop.main(sl_loop.Config(**common, max_length=MAX_LENGTH))
+    sl_loop.main(sl_loop.Config(**common, max_length=flags.max_length))
   else:
     options = {'group_size': 8, 'max_tokens': flags.max_tokens}
     rl_loop.main(rl_loop.Config(**common, **options, loss_fn=flags.loss))
@@ -158,6 +157,7 @@ def main() -> None:
   parser.add_argument('--steps', type=int, default=6)
   parser.add_argument('--batch_size', type=int, default=8)
   parser.add_argument('--learning_rate', type=float, default=1e-3)
+  parser.add_argument('--max_length', type=int, default=256, help='of a row, for sl')
   parser.add_argument('--max_tokens', type=int, default=20, help='of a reply, for rl')
   parser.add_argument('--loss', default='importance_sampling', help='for rl')
   parser.add_argument(
@@ -172,7 +172,7 @@ def main() -> None:
     limits = (*LIMITS, *flags.server)
     server = tiny.ServerProcess(flags.model, f'{folder}/store', *limits, wait=300)
     try:
-      measure = Measure(server.url, flags.model, measured, flags.max_tokens)
+      measure = Measure(flags, server.url, measured)
       is_sl = flags.loop == 'sl'
       before = measure.loss(None) if is_sl else measure.reward(None)
       print(f'before: {before:.3f}', flush=True)
