@@ -374,21 +374,42 @@ class Batch:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class TokenTree:
+  """A token tree arranges a row's tokens so that sequences share all that they can.
+
+  A token's descendants follow it without a gap, so that the earlier tokens whose
+  descendants have not ended are the ones it sees.
+
+  Attributes:
+    previous: `[R, L]` int32, column of the token before it in its sequences; −1 where
+      a sequence starts, and at padding.
+    ends: `[R, L]` int32, column behind a token's last descendant.
+  """
+
+  previous: Any
+  ends: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PackedRows:
   """Maps the tokens of a rectangle `[B, T]` to R packed rows of L slots.
 
   A shared prompt lies in a row as [prompt without its last token][last prompt token and
   response 1][last prompt token and response 2] …, the first part being the prefix of
-  the others: so a slot predicts one token, the next one of its segment.
+  the others: so a slot predicts one token, the next one of its segment. In a tree each
+  shared token has one slot, whatever tokens follow it.
 
   Attributes:
-    origin: `[R, L]` int32, b · T + t of the token in a slot, −1 at padding.
+    origin: `[R, L]` int32, b · T + t of the token in a slot, −1 at padding; of one of
+      its tokens, if sequences share it.
     segment_ids: `[R, L]` int32, 0 at padding.
     prefix_ids: `[R, L]` int32, the number of an earlier segment of the row that a token
       sees beside its own, 0 for none; or None.
     positions: `[R, L]` int32, of a token in its sequence.
     place: `[B, T]` int32, r · L + c of the slot that holds the outputs for a token, −1
       where there are none.
+    tree: The tree of the tokens; None if sequences share prompts or nothing.
   """
 
   origin: Any
@@ -396,6 +417,7 @@ class PackedRows:
   prefix_ids: Any
   positions: Any
   place: Any
+  tree: TokenTree | None = None
 
 
 @jax.tree_util.register_dataclass
