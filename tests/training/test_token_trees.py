@@ -20,7 +20,7 @@ from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh, single_devic
 from jaxrl.training.teacher_scoring import Teachers
 from tests.calls import make_optimizer
 from tests.marks import slow_in_gate
-from tests.training import toy
+from tests.training import test_packing, toy
 from tests.training.bag import Bag
 
 LENGTH = 24
@@ -142,6 +142,22 @@ async def test_a_step_on_trees_is_one_on_flat_rows(name):
   assert_same(flat, tree)
 
 
+def test_the_gradient_through_trees_is_exact():
+  """Log-probs of random tries, weighted at random, against those of the rectangle."""
+  groups = tries(registry.make('grpo'), segments=True)
+  value, wanted, _ = test_packing.scored(layout(None), groups)
+  builder = layout(first_fit(tokens=120, length=120))
+  result, gradient, slots = test_packing.scored(builder, groups)
+  assert slots < sum(len(row.tokens) for group in groups for row in group)
+  assert result == pytest.approx(float(value), rel=1e-6)
+  jax.tree.map(
+    lambda a, b: np.testing.assert_allclose(a, b, atol=2e-6 * np.abs(b).max()),
+    gradient,
+    wanted,
+  )
+
+
+@pytest.mark.slow
 async def test_steps_of_several_minibatches_on_trees():
   """Scored before the first update by a plan of the whole batch."""
   algorithm = registry.make('ppo')
