@@ -64,7 +64,7 @@ def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
 @pytest.mark.parametrize('share', [None, False])
 def test_a_plan_of_single_turns_counts_the_program_of_trees(uncompiled, share):
   run = small(
-    '--config.algorithm.name=gigpo',
+    '--config=configs/quickstart.py:gigpo',
     f'--config.batch.packing=first_fit(tokens=64, share_tree={share})',
   )
   target = targets.parse_target('cpu:1')
