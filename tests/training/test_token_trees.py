@@ -262,8 +262,8 @@ def test_rows_of_single_turns_are_warmed_up_and_planned_as_trees():
   builder = layout(first_fit(share_tree=None), 'grpo')
   assert not any(shape.pack.tree for shape in builder.warmup_shapes())
   shape = layout(first_fit(share_tree=None), 'gigpo').batch_shape()
-  shapes = packing_plan.plan_shapes(single_device_mesh(), shape.pack, 16, LENGTH)
-  assert shapes.place.shape == (*shapes.micro_batch_rows.shape, LENGTH)
+  shapes = packing_plan.plan_shapes(single_device_mesh(), shape.pack, 16, (16, LENGTH))
+  assert shapes.place.shape == (16, LENGTH)
   warm = {dataclasses.replace(shape, pack=shape.pack._replace(tree=False))}
   assert 'share tokens in trees' in monitoring.recompile_reason(shape, warm)
 

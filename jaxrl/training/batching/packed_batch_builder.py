@@ -180,7 +180,7 @@ class PackedBatchBuilder(BatchBuilder):
     pack = shape.scoring_pack
     assert pack is not None
     if self.num_minibatches == 1:
-      plan = _whole_batch_plan(indices[0])
+      plan = _whole_batch_plan(indices[0], len(batch.tokens))
     else:
       lengths = self._measure(batch, tree=pack.tree)
       plan = _make_plan(self._fill_bins(batch, lengths, shape, None), batch, pack, None)
@@ -369,11 +369,16 @@ def _make_plan(
   return token_tree_placement.make_tree_plan(bins, batch, pack, index)
 
 
-def _whole_batch_plan(plan: PackingPlan) -> PackingPlan:
+def _whole_batch_plan(plan: PackingPlan, num_rows: int) -> PackingPlan:
   """Converts the plan of a whole-batch minibatch to indices of the batch's own rows."""
-  is_row = plan.micro_batch_rows >= 0
-  rows = np.where(is_row, plan.index[np.maximum(plan.micro_batch_rows, 0)], -1)
-  return dataclasses.replace(plan, index=None, micro_batch_rows=rows.astype(np.int32))
+  index, is_row = plan.index, plan.micro_batch_rows >= 0
+  rows = np.where(is_row, index[np.maximum(plan.micro_batch_rows, 0)], -1)
+  plan = dataclasses.replace(plan, index=None, micro_batch_rows=rows.astype(np.int32))
+  if plan.place is None:
+    return plan
+  place = np.full((num_rows, plan.place.shape[1]), -1, np.int32)
+  place[index[index >= 0]] = plan.place[index >= 0]
+  return dataclasses.replace(plan, place=place)
 
 
 def _choose_trees(packing: Packing, model: TransformerLM) -> bool | None:

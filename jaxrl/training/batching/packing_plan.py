@@ -141,8 +141,8 @@ class PackingPlan:
       it belongs to none; None if that is always `origin`.
     previous: `[M, R, L]` int32, as in `TokenTree`, as is `ends`; None without trees.
     ends: `[M, R, L]` int32, or None.
-    place: `[M, B, T]` int32, as in `PackedRows`; None if it follows from
-      `output_origin`.
+    place: `[N, T]` int32, as in `PackedRows` for the micro-batch that has the row; None
+      if it follows from `output_origin`.
   """
 
   index: Any
@@ -166,12 +166,13 @@ class PackingPlan:
     """
     origin = self.origin[i]
     if self.place is not None:
+      rows = self.micro_batch_rows[i]
       return PackedRows(
         origin=origin,
         segment_ids=self.segment_ids[i],
         prefix_ids=None,
         positions=self.positions[i],
-        place=self.place[i],
+        place=jnp.where(rows[:, None] < 0, -1, self.place[jnp.maximum(rows, 0)]),
         tree=TokenTree(self.previous[i], self.ends[i]),
       )
     target = origin if self.output_origin is None else self.output_origin[i]
@@ -203,7 +204,7 @@ def most_sequences_per_row(sequences: int, length: int, longest: int) -> int:
 
 
 def plan_shapes(
-  mesh: Mesh, pack: PackShape, num_rows: int | None, longest: int
+  mesh: Mesh, pack: PackShape, num_rows: int | None, rectangle: tuple[int, int]
 ) -> PackingPlan:
   """Returns the shapes and shardings of a plan.
 
@@ -211,7 +212,7 @@ def plan_shapes(
     mesh: The devices.
     pack: The shape of the packed rows.
     num_rows: Rows of the minibatch; None for the plan of a whole batch.
-    longest: Tokens of a row of the batch.
+    rectangle: Rows of the minibatch or batch, and tokens of each.
   """
   replicated = sharding.replicated(mesh)
   by_row = NamedSharding(mesh, P(None, sharding.LOGICAL_AXIS_RULES['batch']))
@@ -220,10 +221,9 @@ def plan_shapes(
     return jax.ShapeDtypeStruct(size, jnp.int32, sharding=layout)
 
   slots = shape((pack.max_micro_batches, pack.rows, pack.length), by_row)
-  members = pack.max_micro_batches, pack.sequences
   return PackingPlan(
     index=None if num_rows is None else shape((num_rows,), replicated),
-    micro_batch_rows=shape(members, replicated),
+    micro_batch_rows=shape((pack.max_micro_batches, pack.sequences), replicated),
     num_micro_batches=shape((), replicated),
     origin=slots,
     segment_ids=slots,
@@ -232,15 +232,15 @@ def plan_shapes(
     output_origin=slots if pack.share_prefix else None,
     previous=slots if pack.tree else None,
     ends=slots if pack.tree else None,
-    place=shape((*members, longest), replicated) if pack.tree else None,
+    place=shape(rectangle, replicated) if pack.tree else None,
   )
 
 
 def put_plan(mesh: Mesh, pack: PackShape, plan: PackingPlan) -> PackingPlan:
   """Copies a plan of numpy arrays to the devices."""
   num_rows = None if plan.index is None else len(plan.index)
-  longest = 0 if plan.place is None else plan.place.shape[-1]
-  shapes = plan_shapes(mesh, pack, num_rows, longest)
+  rectangle = (0, 0) if plan.place is None else plan.place.shape
+  shapes = plan_shapes(mesh, pack, num_rows, rectangle)
   return jax.tree.map(
     lambda x, shape: sharding.put_array(np.asarray(x, np.int32), shape.sharding),
     plan,

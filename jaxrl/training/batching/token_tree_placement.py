@@ -248,7 +248,9 @@ def make_tree_plan(
   slots = {name: np.full(size, fill, np.int32) for name, fill in fills.items()}
   slots['ends'][:] = np.arange(1, pack.length + 1)  # padding sees itself
   micro_batch_rows = np.full((pack.max_micro_batches, pack.sequences), -1, np.int32)
-  place = np.full((*micro_batch_rows.shape, batch.tokens.shape[1]), -1, np.int32)
+  num_rows, longest = len(batch.tokens), batch.tokens.shape[1]
+  size = num_rows if index is None else len(index), longest
+  place = np.full(size, -1, np.int32)
   index_of_row = index_of_rows(index, len(batch.tokens))
   for micro in range(len(bins.num_sequences)):
     count = 0
@@ -258,12 +260,12 @@ def make_tree_plan(
         (row for group in groups for row in group), key=bins.lengths.rank.item
       )
       row_slots = {name: array[micro, r] for name, array in slots.items()}
-      members = slice(count, count + len(rows))
-      row_place = place[micro, members]
+      row_place = np.full((len(rows), longest), -1, np.int32)
       _write_trees(row_slots, row_place, bins.lengths, batch, rows, first=count)
-      row_place[row_place >= 0] += r * pack.length
-      micro_batch_rows[micro, members] = index_of_row[rows]
-      count = members.stop
+      members = index_of_row[rows]
+      place[members] = np.where(row_place < 0, -1, row_place + r * pack.length)
+      micro_batch_rows[micro, count : count + len(rows)] = members
+      count += len(rows)
   return PackingPlan(
     index=index,
     micro_batch_rows=micro_batch_rows,
