@@ -138,7 +138,7 @@ async def test_a_step_on_trees_is_one_on_flat_rows(name):
   flat = await train(algorithm, groups)
   tree = await train(algorithm, groups, packing=first_fit())
   assert tree[1]['tokens/in_trees'] == 1
-  assert tree[1]['tokens/shared_share'] > 0.1
+  assert tree[1]['tokens/shared_share'] > (0.03 if name == 'distill' else 0.1)
   assert_same(flat, tree)
 
 

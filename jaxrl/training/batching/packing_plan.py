@@ -166,13 +166,13 @@ class PackingPlan:
     """
     origin = self.origin[i]
     if self.place is not None:
-      rows = self.micro_batch_rows[i]
+      rows, place = jnp.asarray(self.micro_batch_rows)[i], jnp.asarray(self.place)
       return PackedRows(
         origin=origin,
         segment_ids=self.segment_ids[i],
         prefix_ids=None,
         positions=self.positions[i],
-        place=jnp.where(rows[:, None] < 0, -1, self.place[jnp.maximum(rows, 0)]),
+        place=jnp.where(rows[:, None] < 0, -1, place[jnp.maximum(rows, 0)]),
         tree=TokenTree(self.previous[i], self.ends[i]),
       )
     target = origin if self.output_origin is None else self.output_origin[i]
