@@ -186,15 +186,12 @@ class TransformerLM:
     images: Any = None,
     *,
     keep_cache: bool,
-    across: bool = False,
+    across: bool = False,  # whether rows are sharded as `context` does it
     attend_with: AttendWith | None = None,
     row_segments: int | None = None,
     tree: TokenTree | None = None,
   ) -> tuple[jax.Array, caches.PrefillKV | None]:
-    """Runs the layers; returns final normed states, and keys and values if kept.
-
-    across: rows are sharded as `context` does it. Others: as in `policy_outputs`.
-    """
+    """Runs the layers; returns final normed states, and keys and values if kept."""
     if self.exact is not None and (prefix_ids is not None or tree is not None):
       raise ValueError('exact mode needs a row for each sequence, without prefix_ids')
     if across and attend_with is not None:
@@ -227,8 +224,7 @@ class TransformerLM:
       if block.config.kv_latent:
         k, v = block.attention.expand(k)
       q = self.constrain(q, 'batch', 'length', 'heads', None)
-      k = self.constrain(k, 'batch', 'length', 'kv_heads', None)
-      v = self.constrain(v, 'batch', 'length', 'kv_heads', None)
+      k, v = (self.constrain(x, 'batch', 'length', 'kv_heads', None) for x in (k, v))
       aux = prefill_kv, shared.passed_on(block.config, k, v)
       run = functools.partial(attention, **rules, **kernel_options)
       if attend_with is not None:
@@ -325,7 +321,7 @@ class TransformerLM:
       cut = functools.partial(self.context.cut, length=tokens.shape[1])
       inputs, chosen = jax.tree.map(cut, (inputs, chosen))
       states = self._forward(params, *inputs, across=True, **options)[0]
-    scored = {'entropy': entropy, 'nec': nec, 'sum_pi_squared': sum_pi_squared}
+    scored: Any = {'entropy': entropy, 'nec': nec, 'sum_pi_squared': sum_pi_squared}
     scored |= {'temperature': temperature, 'top_k': top_k}
     scores = token_logprobs(
       states,
@@ -351,9 +347,8 @@ class TransformerLM:
       exact = self.exact.row_logprobs(forward, self.last_logits, *rows)
       logprobs = exact_mode.with_gradient_of(exact, scores.logprobs)
       scores = scores._replace(logprobs=logprobs)
-    shift = functools.partial(
-      layer_stack.shift_right, segment_ids=segment_ids, tree=tree
-    )
+    arrangement: Any = {'segment_ids': segment_ids, 'tree': tree}
+    shift = functools.partial(layer_stack.shift_right, **arrangement)
     scores, values = jax.tree.map(shift, (scores._asdict(), values))
     return PolicyOutputs(**scores, values=values)
 

@@ -240,9 +240,9 @@ class PackedBatchBuilder(BatchBuilder):
 
   def _may_save_slots(self, lengths: Any, bins: Sequence[FirstFitBins]) -> bool:
     """Returns whether trees of all rows would have few enough slots, at best."""
-    used = sum(filled.pack.length - filled.free_slots for filled in bins)
+    used = sum(int((f.pack.length - f.free_slots).sum()) for f in bins)
     fewest = lengths.tokens.sum() - lengths.common.sum()
-    return fewest <= TREE_SHARE * used.sum()
+    return fewest <= TREE_SHARE * used
 
   def _measure(self, batch: Batch, *, tree: bool) -> RowLengths:
     """Measures the rows of a batch, and what they share in trees or as prompts."""

@@ -63,7 +63,8 @@ def measure_trees(batch: Batch, *, share_actions: bool = True) -> TreeLengths:
   order = np.array(sorted(range(len(texts)), key=spelt.__getitem__), np.int64)
   common = np.zeros(len(order) + 1, np.int64)
   for i in range(1, len(order)):
-    common[i] = _num_common_tokens(batch, *order[i - 1 : i + 1], first, share_actions)
+    pair = int(order[i - 1]), int(order[i])
+    common[i] = _num_common_tokens(batch, pair, first, share_actions)
   rank = np.empty_like(order)
   rank[order] = np.arange(len(order))
   shared = np.maximum(common[:-1], common[1:])[rank]
@@ -72,23 +73,24 @@ def measure_trees(batch: Batch, *, share_actions: bool = True) -> TreeLengths:
 
 
 def _num_common_tokens(
-  batch: Batch, row: int, other: int, first: np.ndarray, share_actions: bool
+  batch: Batch, pair: tuple[int, int], first: np.ndarray, share_actions: bool
 ) -> int:
   """Counts the tokens at the start of two rows that have the same inputs and outputs.
 
   first: length of each row's first segment.
   """
-  rows, end = [row, other], min(first[row], first[other])
-  is_same = batch.tokens[row, :end] == batch.tokens[other, :end]
-  end = int(np.argmin(np.append(is_same, False)))
+  rows, end = list(pair), int(first[list(pair)].min())
+  is_same = batch.tokens[pair[0], :end] == batch.tokens[pair[1], :end]
+  if not (end := int(np.argmin(np.append(is_same, False)))):
+    return 0
   is_same = is_same[:end].copy()
   if batch.routed_experts is not None:
     routed = np.asarray(batch.routed_experts)[rows, :end]
     is_same &= (routed[0] == routed[1]).all(axis=(-2, -1))
   for name in ('image_features', 'image_positions'):
     if (values := getattr(batch, name)) is not None:
-      pair = np.asarray(values)[rows, :end].reshape(2, end, -1)
-      is_same &= (pair[0] == pair[1]).all(axis=-1)
+      both = np.asarray(values)[rows, :end].reshape(2, end, -1)
+      is_same &= (both[0] == both[1]).all(axis=-1)
   if not share_actions:
     is_same &= ~batch.action_mask[rows, :end].any(axis=0)
   return int(np.argmin(np.append(is_same, False)))
