@@ -114,14 +114,13 @@ def sessions(rng: Any) -> list[Group]:
 
 
 # The longest row, and the options of packing. Packed rows are as long as a prompt and
-# its sixteen responses; the usual ones; and as long as all episodes or both sessions.
+# its sixteen responses; the usual ones; and as long as two episodes, or a session.
 DATA = {
   'prompt:response 4:1, n 16': (long_prompts, 320, {'tokens': 1312, 'length': 1312}),
   'lengths as drawn, n 4': (drawn, 320, {'tokens': 1280}),
   'games of 20 turns': (games, 640, {'tokens': 2560, 'length': 1280}),
   'branched sessions': (sessions, 704, {'tokens': 3584, 'length': 1792}),
 }
-TREES = 'games of 20 turns', 'branched sessions'
 
 
 def measure(repeats: int = 5) -> dict[str, dict[str, float]]:
