@@ -203,7 +203,7 @@ def test_a_term_that_scores_steps():
   term = reward_terms.make_reward_pipeline(settings, None, None).terms['exact']
   assert (term.step_end, term.gain, term.weight) == ('\n\n', True, 0.5)
   config.rollout.rewards = 'exact(gain=True)'
-  with pytest.raises(ConfigError, match='rollout.rewards=.*needs step_end'):
+  with pytest.raises(ConfigError, match='needs step_end'):
     reward_terms.validate_rewards(resolve_settings(config))
 
 
