@@ -162,7 +162,7 @@ class Teachers:
 
     def field_shape(name: str) -> jax.ShapeDtypeStruct:
       top_k = (self.top_k,) if name in batch_fields.TOPK_FIELDS else ()
-      dtype = jnp.int32 if name == 'teacher_topk_ids' else jnp.float32
+      dtype = batch_fields.FIELD_DTYPES.get(name, jnp.int32)
       return jax.ShapeDtypeStruct((rows, length, *top_k), dtype, sharding=layout)
 
     return {name: field_shape(name) for name in self.fields}
@@ -191,6 +191,10 @@ class Teachers:
       )
       for i, teacher in enumerate(self._teachers if self.fields else (), 1)
     }
+
+  def follow(self, params: Params, ref_params: Params | None) -> Params | None:
+    """Returns the reference as it is: these teachers do not follow their student."""
+    return ref_params
 
   def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
     """Computes the teacher fields of a batch.
@@ -374,6 +378,7 @@ def _score(
     'teacher_logprobs': outputs.logprobs,
     'teacher_topk_ids': outputs.topk_ids,
     'teacher_topk_logprobs': outputs.topk_logprobs,
+    'teacher_mask': jnp.ones_like(outputs.logprobs, bool),
   }
   target = jnp.where(is_row, index, len(tokens))  # beyond the end: dropped
   return {

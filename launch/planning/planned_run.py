@@ -194,7 +194,7 @@ def teacher_shapes(settings: RunSettings) -> dict[str, ModelConfig]:
 
 def _teachers(run: PlannedRun) -> teacher_set.TeacherSet | None:
   """Returns the teachers; their vocabularies are cut to the student's."""
-  if not batch_fields.teacher_fields(run.algorithm):
+  if not batch_fields.asks_other_models(run.algorithm):
     return None
   policies, size = {}, run.shape.vocab_size
   for folder, shape in teacher_shapes(run.settings).items():
