@@ -144,7 +144,8 @@ POLICY_LOSSES = {
     r'\text{KL}(a \,\|\, b) = \sum_v a_v \log\frac{a_v}{b_v}'
   ),
   'self_distill': (
-    r'L_t = \operatorname{sg}\left(\min(r_t, C)\right)\left(\alpha\,\text{KL}(t \,\|\, m) + '
+    r'L_t = \operatorname{sg}\left(\min(r_t, C)\right)\left(\alpha\,'
+    r'\text{KL}(t \,\|\, m) + '
     r'(1 - \alpha)\,\text{KL}(s \,\|\, m)\right), \quad m = \alpha t + (1 - \alpha) s, '
     r'\quad ' + RATIO
   ),

@@ -36,6 +36,7 @@ from jaxrl.training import staleness
 from jaxrl.types import Group
 from jaxrl.user_code import describe_error, user_place
 from launch.learner.learner_factory import copy_params
+from launch.rollouts import self_teachers
 from launch.rollouts.env_datasets import RunDatasets
 from launch.runtime.rollout_worker import RolloutWorker, make_env_context
 from launch.runtime.runtime_interface import Runtime, make_engines
@@ -265,6 +266,7 @@ class RolloutScheduler:
       **settings.rollout.sampling,
       'tag': tag,
       'max_length': settings.batch.max_length,
+      **self_teachers.manager_options(settings),
       **changes,
     }
 
@@ -298,10 +300,10 @@ class RolloutScheduler:
     )
 
   def _queue(self, tag: str) -> Any:
-    filter_and_shaper = make_filter_and_shaper(self._settings, tag)
-    return self._runtime.spawn(
-      GroupQueue, *filter_and_shaper, **self._queue_options(tag)
-    )
+    group_filter, shaper = make_filter_and_shaper(self._settings, tag)
+    shaper = self_teachers.add_prompts(self._settings, self._policy.folder, shaper)
+    options = self._queue_options(tag)
+    return self._runtime.spawn(GroupQueue, group_filter, shaper, **options)
 
   def _queue_options(self, tag: str) -> dict[str, Any]:
     rollout = self._settings.rollout
