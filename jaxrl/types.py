@@ -459,7 +459,7 @@ class SelfTeacher:
       those that training began with; 'ema', a moving average of the student's.
     update_rate: The student's share in each step of the average.
     support: Whose likeliest tokens the two are compared on, 'student' or 'teacher'.
-    max_tokens: Tokens that its prompt may have; 0 for as many as the longest row.
+    max_tokens: Tokens that its prompt may have; 0 for twice the longest row.
   """
 
   context: Component

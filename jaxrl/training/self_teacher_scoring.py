@@ -6,6 +6,7 @@ It scores the student's own tokens after another prompt, which the row brings in
 """
 
 import functools
+import itertools
 import logging
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -65,8 +66,8 @@ class SelfTeacherScorer:
     spec: What the learner's programs depend on.
     mesh: The learner's mesh.
     chunk_rows: Rows scored at once, rounded up to a multiple that the mesh divides.
-    longest: Tokens of the longest row; as many as a teacher's prompt may have, unless
-      the algorithm says another number.
+    longest: Tokens of the longest row; a teacher's prompt may have twice as many,
+      unless the algorithm says another number.
     temperature: The temperature that rollouts are sampled at.
 
   Attributes:
@@ -96,7 +97,10 @@ class SelfTeacherScorer:
     self.fields = spec.teacher_fields
     multiple = sharding.num_row_shards(mesh)
     self.chunk_rows = -(-chunk_rows // multiple) * multiple
-    self.max_tokens = teacher.max_tokens or longest
+    window = spec.model.config.max_position
+    self.max_tokens = min(teacher.max_tokens or 2 * longest, window)
+    # Most prompts are short, and what a row has room for is computed.
+    self._room = sorted({-(-self.max_tokens // 4), self.max_tokens})
     self._teacher = teacher
     self._spec = spec
     self._mesh = mesh
@@ -123,8 +127,8 @@ class SelfTeacherScorer:
 
   def warmup(self, rows: int, lengths: Iterable[int]) -> None:
     """Compiles the programs for batches of so many rows, at each of these lengths."""
-    for length in lengths:
-      self._compiled(rows, length)
+    for length, room in itertools.product(lengths, self._room):
+      self._compiled(rows, length, room)
     if self._teacher.params == 'ema':
       _compile_average(self._spec, self._mesh)
 
@@ -138,7 +142,7 @@ class SelfTeacherScorer:
     Returns:
       The traced program by name, to be lowered and compiled on any machine.
     """
-    return {'teacher': _trace_score(*self._program(rows, length))}
+    return {'teacher': _trace_score(*self._program(rows, length, self.max_tokens))}
 
   def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
     """Computes the teacher fields of a batch, after `follow`.
@@ -154,11 +158,14 @@ class SelfTeacherScorer:
     policies, self._policies = self._policies, None  # the update donates them
     rows = [row for group in groups for row in group]
     num_rows, length = batch.tokens.shape
-    shown = lay_out_prompts(rows, num_rows, length, self.max_tokens)
-    self._warn_about_long_prompts(rows)
+    prompts = [self._usable_prompt(row) for row in rows]
+    self._warn_about_long_prompts(rows, prompts)
+    longest = max((len(prompt) for prompt in prompts if prompt is not None), default=0)
+    room = next(room for room in self._room if longest <= room)
+    shown = lay_out_prompts(rows, prompts, (num_rows, length, room))
     layout = sharding.rows_sharding(self._mesh)
     shown = jax.tree.map(lambda x: sharding.put_array(x, layout), shown)
-    make_zeros, score = self._compiled(num_rows, length)
+    make_zeros, score = self._compiled(num_rows, length, room)
     fields = make_zeros()
     for first in range(0, len(rows), self.chunk_rows):
       index = np.full(self.chunk_rows, -1, np.int32)
@@ -167,66 +174,79 @@ class SelfTeacherScorer:
       fields = score(*policies, batch.tokens, batch.segment_ids, shown, index, fields)
     return fields
 
-  def _warn_about_long_prompts(self, rows: Sequence[Trajectory]) -> None:
-    lengths = [len(row.extras.get(TEACHER_PROMPT_KEY, ())) for row in rows]
-    too_long = sum(length > self.max_tokens for length in lengths)
-    if too_long and not self._has_warned:
-      self._has_warned = True
-      log.warning(
-        "%d rows of %d are not distilled: the teacher's prompt takes up to %d tokens, "
-        'and may have %d: raise context_tokens of the algorithm',
-        too_long,
-        len(rows),
-        max(lengths),
-        self.max_tokens,
-      )
-
-  def _program(self, rows: int, length: int) -> tuple[Any, ...]:
-    width = length + self.max_tokens
-    options = self.fields, self._temperature
-    return self._spec, self._mesh, self.chunk_rows, (rows, length, width), *options
-
-  def _compiled(self, rows: int, length: int) -> tuple[Any, Any]:
-    program = self._program(rows, length)
-    return _compile_zeros(*program), _compile_score(*program)
-
-
-def lay_out_prompts(
-  rows: Sequence[Trajectory], num_rows: int, length: int, max_tokens: int
-) -> dict[str, np.ndarray]:
-  """Lays out what a self-teacher reads: its prompt and the row's reply, in each row.
-
-  Args:
-    rows: The rows of a batch.
-    num_rows: Rows of the batch, B.
-    length: Tokens of a row, T.
-    max_tokens: Tokens that a teacher's prompt may have, P.
-
-  Returns:
-    'tokens' and 'segment_ids' `[B, P + T]`; 'shift' `[B]`, how much further to the
-    right a token of the reply stands there; and 'has_prompt' `[B]`.
-
-  Raises:
-    ValueError: A row holds several sequences.
-  """
-  shown = {
-    'tokens': np.zeros((num_rows, max_tokens + length), np.int32),
-    'segment_ids': np.zeros((num_rows, max_tokens + length), np.int32),
-    'shift': np.zeros(num_rows, np.int32),
-    'has_prompt': np.zeros(num_rows, bool),
-  }
-  for i, row in enumerate(rows):
+  def _usable_prompt(self, row: Trajectory) -> np.ndarray | None:
+    """Returns the prompt of a row's teacher if there is one, and room for it."""
     if SEGMENT_LENGTHS_KEY in row.extras:
       raise ValueError(
         f'row {row.trajectory_id}: it holds several turns end to end, and a '
         "self-teacher's prompt belongs to one reply: leave row_format=concatenated out"
       )
-    tokens = np.asarray(row.tokens)
     prompt = row.extras.get(TEACHER_PROMPT_KEY)
-    actions = np.flatnonzero(row.action_mask)
-    if prompt is not None and len(prompt) <= max_tokens and len(actions):
-      tokens = np.concatenate([np.asarray(prompt, np.int32), tokens[actions[0] :]])
-      shown['shift'][i] = len(prompt) - actions[0]
+    if prompt is None or not np.any(row.action_mask):
+      return None
+    reply = len(row.tokens) - np.argmax(row.action_mask)
+    window = self._spec.model.config.max_position
+    has_room = len(prompt) <= self.max_tokens and len(prompt) + reply <= window
+    return np.asarray(prompt, np.int32) if has_room else None
+
+  def _warn_about_long_prompts(
+    self, rows: Sequence[Trajectory], prompts: Sequence[np.ndarray | None]
+  ) -> None:
+    lengths = [
+      len(row.extras[TEACHER_PROMPT_KEY])
+      for row, prompt in zip(rows, prompts, strict=True)
+      if prompt is None and TEACHER_PROMPT_KEY in row.extras
+    ]
+    if lengths and not self._has_warned:
+      self._has_warned = True
+      log.warning(
+        "%d rows of %d are not distilled: their teacher's prompt takes up to %d "
+        'tokens, and there is room for %d: raise context_tokens of the algorithm',
+        len(lengths),
+        len(rows),
+        max(lengths),
+        self.max_tokens,
+      )
+
+  def _program(self, rows: int, length: int, room: int) -> tuple[Any, ...]:
+    sizes = rows, length, length + room
+    options = self.fields, self._temperature
+    return self._spec, self._mesh, self.chunk_rows, sizes, *options
+
+  def _compiled(self, rows: int, length: int, room: int) -> tuple[Any, Any]:
+    program = self._program(rows, length, room)
+    return _compile_zeros(*program), _compile_score(*program)
+
+
+def lay_out_prompts(
+  rows: Sequence[Trajectory],
+  prompts: Sequence[np.ndarray | None],
+  sizes: tuple[int, int, int],
+) -> dict[str, np.ndarray]:
+  """Lays out what a self-teacher reads: its prompt and the row's reply, in each row.
+
+  Args:
+    rows: The rows of a batch.
+    prompts: The prompt of each row's teacher; None shows it the row as it is.
+    sizes: Rows of the batch B, tokens of a row T, and tokens of a prompt P.
+
+  Returns:
+    'tokens' and 'segment_ids' `[B, P + T]`; 'shift' `[B]`, how much further to the
+    right a token of the reply stands there; and 'has_prompt' `[B]`.
+  """
+  num_rows, length, room = sizes
+  shown = {
+    'tokens': np.zeros((num_rows, room + length), np.int32),
+    'segment_ids': np.zeros((num_rows, room + length), np.int32),
+    'shift': np.zeros(num_rows, np.int32),
+    'has_prompt': np.zeros(num_rows, bool),
+  }
+  for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+    tokens = np.asarray(row.tokens)
+    if prompt is not None:
+      start = int(np.argmax(row.action_mask))
+      tokens = np.concatenate([prompt, tokens[start:]])
+      shown['shift'][i] = len(prompt) - start
       shown['has_prompt'][i] = True
     shown['tokens'][i, : len(tokens)] = tokens
     shown['segment_ids'][i, : len(tokens)] = 1

@@ -28,7 +28,7 @@ def opsd(
     teacher_params: Its parameters: 'initial', those that training began with; 'live',
       the student's; 'ema', their moving average.
     teacher_rate: The student's share in each step of the average.
-    context_tokens: Tokens of the teacher's prompt; 0 for as many as the longest row.
+    context_tokens: Tokens of the teacher's prompt; 0 for twice the longest row.
     alpha: The teacher's share of the mixture: 0 is the forward KL, 1 the reverse KL.
     top_k: How many tokens are compared.
     group_size: Samples per task.

@@ -20,15 +20,15 @@ def sdft(
 ) -> Algorithm:
   """Composes a divergence to the policy as it began, which sees a demonstration.
 
-  The paper's teacher is a moving average of the student, and its divergence the reverse
-  KL, α = 1; TRL starts from these values.
+  The paper's teacher is a moving average of the student, and its equation 1 is the
+  reverse KL, α = 1; TRL starts from these values.
 
   Args:
     context: What the teacher sees beside the question.
     teacher_params: Its parameters: 'initial', those that training began with; 'live',
       the student's; 'ema', their moving average.
     teacher_rate: The student's share in each step of the average.
-    context_tokens: Tokens of the teacher's prompt; 0 for as many as the longest row.
+    context_tokens: Tokens of the teacher's prompt; 0 for twice the longest row.
     alpha: The teacher's share of the mixture: 0 is the forward KL, 1 the reverse KL.
     top_k: How many of the student's likeliest tokens are compared.
     is_clip: The greatest weight for the age of a row.

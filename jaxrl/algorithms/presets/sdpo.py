@@ -1,4 +1,4 @@
-"""SDPO: a sample learns from one that succeeded, or from feedback (arXiv 2601.20802)."""
+"""SDPO: samples learn from one that succeeded, or feedback (arXiv 2601.20802)."""
 
 from functools import partial
 from typing import Literal
@@ -29,7 +29,7 @@ def sdpo(
     teacher_params: Its parameters: 'ema', the student's moving average; 'initial',
       those that training began with; 'live', the student's.
     teacher_rate: The student's share in each step of the average.
-    context_tokens: Tokens of the teacher's prompt; 0 for as many as the longest row.
+    context_tokens: Tokens of the teacher's prompt; 0 for twice the longest row.
     alpha: The teacher's share of the mixture: 0 is the forward KL, 1 the reverse KL.
     top_k: How many of the student's likeliest tokens are compared.
     tail: Whether all other tokens count as one more.

@@ -44,8 +44,8 @@ class Solution(TeacherContext):
   """Shows the reference solution, and asks to reason as one's own (OPSD)."""
 
   template: ClassVar[str] = (
-    '{question}\n\nThis is a reference solution:\n\n{solution}\n\nNow that you know '
-    'why each of its steps is right, solve the problem in your own words.'
+    '{question}\n\nReference solution:\n\n{solution}\n\nUnderstand it, then solve the '
+    'problem in your own words.'
   )
 
   def __init__(self, *, key: str = 'solution'):
