@@ -84,7 +84,7 @@ def self_distill_fields(
   """
   if aggregation != 'token_mean':
     return {'distill_scale': jnp.float32(1)}
-  taught = jnp.sum(jnp.asarray(mask, bool) & teacher_mask)
+  taught = jnp.sum(jnp.asarray(mask, bool) & jnp.asarray(teacher_mask, bool))
   return {'distill_scale': jnp.sum(mask) / jnp.maximum(taught, 1).astype(jnp.float32)}
 
 
@@ -127,7 +127,7 @@ def self_distill(
     of, and 'divergence', of these.
   """
   mask = jnp.asarray(mask, bool)
-  taught = mask & teacher_mask
+  taught = mask & jnp.asarray(teacher_mask, bool)
   valid = taught[..., None] & (jnp.arange(topk_logprobs.shape[-1]) < top_k)
   complete = _with_tail if tail else _normalise
   s = complete(jnp.where(valid, topk_logprobs, NEGLIGIBLE_LOGPROB))
