@@ -1,9 +1,9 @@
 """A self-teacher scores the row's own tokens after another prompt, and only those."""
 
 import dataclasses
+import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -54,12 +54,23 @@ def on_devices(batch_groups, mesh=None):
   return jax.device_put(collate(batch_groups, (LENGTH,), ROWS), layout)
 
 
-def plainly(params, tokens, **options):
-  tokens = np.asarray(tokens, np.int32)[None]
-  out = MODEL.policy_outputs(
-    params, tokens, np.ones_like(tokens), temperature=0.7, **options
-  )
-  return jax.tree.map(lambda x: x[0], out)
+@functools.partial(jax.jit, static_argnames='top_k')
+def run(params, tokens, segments, **options):
+  return MODEL.policy_outputs(params, tokens, segments, temperature=0.7, **options)
+
+
+def plainly(params, tokens, topk_ids=None, **options):
+  """A forward pass of one row alone; `[T]` outputs."""
+  size, room = len(tokens), 2 * LENGTH + LENGTH
+
+  def padded(x):
+    return np.pad(np.asarray(x, np.int32), [(0, room - size)] + [(0, 0)] * (x.ndim - 1))
+
+  if topk_ids is not None:
+    options['topk_ids'] = padded(topk_ids)[None]
+  segments = padded(np.ones(size))[None]
+  out = run(params, padded(np.asarray(tokens))[None], segments, **options)
+  return jax.tree.map(lambda x: np.asarray(x)[0, :size], out)
 
 
 @pytest.mark.parametrize('support', ['student', 'teacher'])
@@ -85,7 +96,7 @@ def test_rows_are_scored_after_the_prompt_of_their_teacher(support, who):
       ids = plainly(teacher, tokens, top_k=TOP_K).topk_ids[reply]
     asked = np.zeros((len(tokens), TOP_K), np.int32)
     asked[reply] = ids
-    wanted = plainly(teacher, tokens, topk_ids=jnp.array(asked)[None])
+    wanted = plainly(teacher, tokens, topk_ids=asked)
     got = {name: np.asarray(x)[i, start:size] for name, x in fields.items()}
     np.testing.assert_array_equal(got['teacher_topk_ids'], ids)
     np.testing.assert_allclose(
@@ -122,7 +133,7 @@ def test_a_prompt_without_room_is_left_out_and_told(caplog):
     fields = scoring.score(on_devices(batch_groups), batch_groups)
     assert np.asarray(fields['teacher_mask']).any(axis=1).sum() == 4
   (record,) = caplog.records
-  assert f'1 rows of 8 are not distilled: their teacher' in record.getMessage()
+  assert '1 rows of 8 are not distilled: their teacher' in record.getMessage()
 
 
 def learner(made, params=PARAMS, **options):
