@@ -267,8 +267,6 @@ def test_who_teaches_itself(name):
     assert teacher.context.options == {'min_reward': 0.5, 'feedback': 'feedback'}
 
 
-
-
 @pytest.mark.parametrize('name', PRESETS)
 def test_what_is_read_from_files(name):
   algorithm = make_algorithm(name)

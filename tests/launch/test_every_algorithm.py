@@ -75,7 +75,9 @@ NAMES = slow_except(FAST, one_for_each_path([*FAST, *registry.names()]))
 
 
 def asks_a_teacher(algorithm):
-  return algorithm.self_teacher is None and any(need.startswith('teacher') for need in requirements.needs(algorithm))
+  return algorithm.self_teacher is None and any(
+    need.startswith('teacher') for need in requirements.needs(algorithm)
+  )
 
 
 @pytest.fixture(scope='session')

@@ -235,3 +235,17 @@ def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
     losses.append([row['loss/policy'] for row in learned(recorder)])
   assert min(losses[0]) > 1e-3
   np.testing.assert_allclose(*losses, rtol=1e-3)
+
+
+TAUGHT_BY_ITSELF = {
+  '--config.teacher.checkpoint=/nowhere': 'the policy is its own teacher',
+  '--config.env.arithmetic.max_steps=3': 'the policy teaches itself single replies',
+  '--config.algorithm.context=siblings()': "Did you mean 'sibling'?",
+  '--config.algorithm.kl_loss=k3': 'the moving average and the reference in one place',
+}
+
+
+@pytest.mark.parametrize('options', TAUGHT_BY_ITSELF, ids=lambda text: text[9:40])
+def test_what_a_policy_cannot_teach_itself_is_told(tmp_path, capsys, options):
+  error = refused(tmp_path, capsys, *TINY, options, config=f'{runs.VARIED}:sdpo')
+  assert TAUGHT_BY_ITSELF[options] in error

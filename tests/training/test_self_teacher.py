@@ -21,6 +21,7 @@ from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh, single_devic
 from jaxrl.training.self_teacher_scoring import SelfTeacherScorer
 from jaxrl.training.train_state import StepSpec
 from jaxrl.types import TEACHER_PROMPT_KEY
+from tests.marks import slow
 from tests.training import toy
 
 LENGTH, ROWS, TOP_K = 16, 8, 5
@@ -73,8 +74,13 @@ def plainly(params, tokens, topk_ids=None, **options):
   return jax.tree.map(lambda x: np.asarray(x)[0, :size], out)
 
 
-@pytest.mark.parametrize('support', ['student', 'teacher'])
-@pytest.mark.parametrize('who', ['live', 'initial'])
+@pytest.mark.parametrize(
+  'support, who',
+  [
+    ('student', 'initial'),
+    *(slow('student', 'live'), slow('teacher', 'live'), slow('teacher', 'initial')),
+  ],
+)
 def test_rows_are_scored_after_the_prompt_of_their_teacher(support, who):
   """Row by row, as a forward pass of prompt and reply alone says."""
   made = algorithm('opsd' if support == 'teacher' else 'sdft', teacher_params=who)
