@@ -9,6 +9,8 @@ import pytest
 from jaxrl import model_loading
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.models import huggingface
+from jaxrl.options import OptionError
+from jaxrl.run_options import TeacherOptions
 from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
@@ -235,6 +237,38 @@ def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
     losses.append([row['loss/policy'] for row in learned(recorder)])
   assert min(losses[0]) > 1e-3
   np.testing.assert_allclose(*losses, rtol=1e-3)
+
+
+def test_weights_of_teachers():
+  options = TeacherOptions(
+    checkpoint='/a b(weight=3) + org/c-d(weight=1)',
+    by_tag={'x': '/one+two'},
+  )
+  assert options.weighted == {
+    '': (('/a b', 0.75), ('org/c-d', 0.25)),
+    'x': (('/one+two', 1.0),),
+  }
+  for text in ('/a(weight=1) + /b', '/a(weight=0) + /b(weight=1)', '/a(weight=x)'):
+    with pytest.raises(OptionError, match='weight'):
+      TeacherOptions(checkpoint=text)
+
+
+@pytest.mark.slow
+def test_a_run_asks_several_teachers(folder, tmp_path):
+  """The student itself among them takes its share of the gap away."""
+  first = f'--config.teacher.checkpoint={folder}'
+  runs.record(tmp_path / 'a', *TINY, first, config=ASKS)
+  model = tmp_path / 'a' / 'model'
+  start = f'--config.model.checkpoint={model}'
+  spread = []
+  for name, text in (
+    ('b', f'{folder}'),
+    ('c', f'{folder}(weight=1) + {model}(weight=3)'),
+  ):
+    teacher = f'--config.teacher.checkpoint={text}'
+    recorder = runs.record(tmp_path / name, *TINY, start, teacher, config=ASKS)
+    spread.append(learned(recorder)[0]['advantage/std'])
+  assert spread[1] == pytest.approx(spread[0] / 4, rel=1e-3) and spread[0] > 0.01
 
 
 TAUGHT_BY_ITSELF = {
