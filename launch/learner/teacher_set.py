@@ -105,7 +105,8 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
   """
   loaded: dict[str, LoadedModel] = {}
   weighted = settings.teacher.weighted
-  for tag, folder in ((tag, folder) for tag in weighted for folder, _ in weighted[tag]):
+  named = ((tag, folder) for tag, terms in weighted.items() for folder, _ in terms)
+  for tag, folder in named:
     if folder not in loaded:
       key = teacher_key(tag)
       policy = model_loading.load_model(
