@@ -36,7 +36,6 @@ from jaxrl.training import staleness
 from jaxrl.types import Group
 from jaxrl.user_code import describe_error, user_place
 from launch.learner.learner_factory import copy_params
-from launch.rollouts import self_teachers
 from launch.rollouts.env_datasets import RunDatasets
 from launch.runtime.rollout_worker import RolloutWorker, make_env_context
 from launch.runtime.runtime_interface import Runtime, make_engines
@@ -260,15 +259,19 @@ class RolloutScheduler:
 
   def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
     settings = self._settings
-    return {
+    options = {
       **settings.env[tag].episode,
       'row_format': tag_row_format(settings, tag),
       **settings.rollout.sampling,
       'tag': tag,
       'max_length': settings.batch.max_length,
-      **self_teachers.manager_options(settings),
       **changes,
     }
+    if settings.algorithm.self_teacher is not None:
+      from launch.rollouts import self_teachers  # few algorithms have one
+
+      options = self_teachers.manager_options(settings) | options
+    return options
 
   async def start(
     self, states: Mapping[str, Any], num_groups: int
@@ -301,7 +304,10 @@ class RolloutScheduler:
 
   def _queue(self, tag: str) -> Any:
     group_filter, shaper = make_filter_and_shaper(self._settings, tag)
-    shaper = self_teachers.add_prompts(self._settings, self._policy.folder, shaper)
+    if self._settings.algorithm.self_teacher is not None:
+      from launch.rollouts import self_teachers  # few algorithms have one
+
+      shaper = self_teachers.add_prompts(self._settings, self._policy.folder, shaper)
     options = self._queue_options(tag)
     return self._runtime.spawn(GroupQueue, group_filter, shaper, **options)
 

@@ -4,6 +4,9 @@ import functools
 import pathlib
 from typing import Any
 
+from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
+from jaxrl.data.tokenizer import load_tokenizer
+from jaxrl.rollout.queue import teacher_contexts
 from jaxrl.rollout.queue.reward_shaping import RewardShaper
 from launch.settings.run_settings import RunSettings
 
@@ -11,10 +14,7 @@ from launch.settings.run_settings import RunSettings
 def manager_options(settings: RunSettings) -> dict[str, Any]:
   """Returns the options of env managers that a self-teacher asks for."""
   teacher = settings.algorithm.self_teacher
-  if teacher is None:
-    return {}
-  from jaxrl.rollout.queue import teacher_contexts  # few algorithms have one
-
+  assert teacher is not None
   return {'task_keys': teacher_contexts.task_keys(teacher.context)}
 
 
@@ -26,21 +26,15 @@ def add_prompts(
   Args:
     settings: Settings of the run.
     folder: The folder of the policy's tokenizer.
-    shaper: What is done to groups afterwards; returned as it is without a self-teacher.
+    shaper: What is done to groups afterwards.
   """
   teacher = settings.algorithm.self_teacher
-  if teacher is None:
-    return shaper
-  from jaxrl.rollout.queue.teacher_contexts import TeacherPrompts
-
+  assert teacher is not None
   make_chat = functools.partial(
     _make_chat, pathlib.Path(folder).absolute(), settings.chat
   )
-  return TeacherPrompts(teacher, make_chat, shaper)
+  return teacher_contexts.TeacherPrompts(teacher, make_chat, shaper)
 
 
-def _make_chat(folder: pathlib.Path, options: Any) -> Any:
-  from jaxrl.data.chat_tokenizer import ChatTokenizer
-  from jaxrl.data.tokenizer import load_tokenizer
-
+def _make_chat(folder: pathlib.Path, options: ChatOptions) -> ChatTokenizer:
   return ChatTokenizer(load_tokenizer(folder), options)

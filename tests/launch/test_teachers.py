@@ -1,6 +1,7 @@
 """Teachers by config: whom a run asks, and what it says when it cannot."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -283,3 +284,15 @@ TAUGHT_BY_ITSELF = {
 def test_what_a_policy_cannot_teach_itself_is_told(tmp_path, capsys, options):
   error = refused(tmp_path, capsys, *TINY, options, config=f'{runs.VARIED}:sdpo')
   assert TAUGHT_BY_ITSELF[options] in error
+
+
+def test_a_context_of_ones_own_is_a_class_in_a_file(tmp_path):
+  """That of docs/distillation.md, whose columns the rows bring."""
+  page = (runs.ROOT / 'docs' / 'distillation.md').read_text()
+  (code,) = re.findall(r'```python\n(.*?)```', page, re.DOTALL)
+  (tmp_path / 'hint_context.py').write_text(code)
+  context = f'--config.algorithm.context={tmp_path}/hint_context.py:Hint()'
+  options = (*TINY, context, '--config.num_steps=1', runs.ONE_LAYER)
+  recorder = runs.record(tmp_path / 'run', *options, config=f'{runs.VARIED}:sdft')
+  (row,) = learned(recorder)
+  assert row['policy/taught'] == 1 and row['optimizer/grad_norm'] > 0
