@@ -68,6 +68,13 @@ PRESETS = {
   'opsd': (None, 'self_distill', 'token_mean', 1, None),
   'sdft': (None, 'self_distill', 'sequence_mean_token_mean', 1, None),
   'sdpo': (None, 'self_distill', 'token_mean', 8, None),
+  'process_grpo': (
+    'process_grpo',
+    'ppo_clip',
+    'sequence_mean_token_mean',
+    64,
+    PAPER_K3,
+  ),
   'gdpo': ('gdpo', 'ppo_clip', 'token_mean', 8, None),
   'hierarchical_grpo': ('hierarchical_grpo', 'ppo_clip', 'token_mean', 8, None),
   'optimal_token_baseline': (
@@ -141,7 +148,8 @@ def test_defaults_are_a_papers_only_where_the_paper_states_them():
   provenance = {name: make_algorithm(name).provenance for name in PRESETS}
   names = {name for name, whose in provenance.items() if whose == 'paper'}
   papers = {f'{name}_paper' for name in ('grpo', 'gspo', 'gigpo', 'sapo', 'topr')}
-  assert names == {'drgrpo', 'dapo', 'm2po', 'dpo', 'sdpo', *papers}
+  others = {'drgrpo', 'dapo', 'm2po', 'dpo', 'process_grpo', 'sdpo'}
+  assert names == {*others, *papers}
   for name in set(PRESETS) - names:
     text = (inspect.getdoc(registry.builder(name)) or '').partition('Args:')[0]
     assert 'paper' in text, f'{name}: say what differs from the paper'
@@ -314,6 +322,7 @@ def test_parts_fit_together_and_push_the_right_way(name):
     'role_ids': 0 * ids,
     'reward_terms': jnp.array([[1.0, 0], [0, 0], [0, 1], [1, 1]]),
     'reward_weights': jnp.ones((4, 2)),
+    'step_ends': jnp.ones((4, 2), bool),
     'state': requirements.init_state(algorithm).get('advantage'),
     'weights_version': jnp.zeros((4, 2), jnp.int32),
   }
