@@ -7,11 +7,12 @@ turns hidden states into `PolicyOutputs` shifts.
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import numpy as np
 
+from jaxrl.component_calls import parse_call
 from jaxrl.component_table import Component, as_call, as_calls
 
 Array = jax.Array
@@ -32,6 +33,8 @@ STOP_REASONS = (
   'reward_failed',
 )
 FAILURES = frozenset(STOP_REASONS[3:])
+TEACHER_PROMPT_KEY = 'teacher_prompt'  # in a row's extras: ids that its teacher reads
+TASK_KEY = 'task'  # in a row's extras: columns of its task, by name
 MAX_ROLES = 8  # roles of agents, numbered from 0
 MAX_REWARD_TERMS = 8  # rewards that can be told apart, the environment's own included
 
@@ -312,6 +315,7 @@ class Batch:
     teacher_logprobs: The teacher's log-probs.
     teacher_topk_ids: `[B, T, K]` int32, the teacher's likeliest tokens.
     teacher_topk_logprobs: `[B, T, K]` float32, their log-probs.
+    teacher_mask: `[B, T]` bool, where the teacher has something to teach.
     values: The critic's values.
     advantages: Advantages.
     returns: Targets of the critic.
@@ -348,6 +352,7 @@ class Batch:
   teacher_logprobs: Any = None
   teacher_topk_ids: Any = None
   teacher_topk_logprobs: Any = None
+  teacher_mask: Any = None
   values: Any = None
   advantages: Any = None
   returns: Any = None
@@ -469,6 +474,31 @@ class Advantages:
 
 
 @dataclasses.dataclass(frozen=True)
+class SelfTeacher:
+  """A self-teacher is the policy itself, shown more than the student is.
+
+  Attributes:
+    context: What it is shown: a call or class as in
+      `jaxrl.rollout.queue.teacher_contexts`.
+    params: Its parameters: 'live', those of the student before each update; 'initial',
+      those that training began with; 'ema', a moving average of the student's.
+    update_rate: The student's share in each step of the average.
+    support: Whose likeliest tokens the two are compared on, 'student' or 'teacher'.
+    max_tokens: Tokens that its prompt may have; 0 for twice the longest row.
+  """
+
+  context: Component
+  params: Literal['live', 'initial', 'ema'] = 'live'
+  update_rate: float = 0.05
+  support: Literal['student', 'teacher'] = 'student'
+  max_tokens: int = 0
+
+  def __post_init__(self) -> None:
+    if isinstance(self.context, str):
+      object.__setattr__(self, 'context', parse_call(self.context))
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm:
   """An algorithm is a composition of plain functions, its components.
 
@@ -501,6 +531,7 @@ class Algorithm:
     critic_warmup: First steps that train the value head alone.
     prepare: Computes batch fields once per optimizer batch.
     init_state: Makes the state that `prepare` carries.
+    self_teacher: Makes the policy its own teacher; None for another teacher, or none.
     provenance: Whose values a builder's defaults are, for the catalogue: 'paper',
       'trinity' (Trinity-RFT), 'verl', 'trl', 'prime-rl' or 'ours'; '' if it does not
       say.
@@ -525,6 +556,7 @@ class Algorithm:
   critic_warmup: int = 0
   prepare: Callable[..., Any] | None = None
   init_state: Callable[[], Any] | None = None
+  self_teacher: SelfTeacher | None = None
   provenance: str = dataclasses.field(default='', compare=False)
 
   def __post_init__(self) -> None:

@@ -147,6 +147,12 @@ POLICY_LOSSES = {
     r'L_t = D(\pi_{\text{teacher}}, \pi_{\text{student}}), \quad '
     r'\text{KL}(a \,\|\, b) = \sum_v a_v \log\frac{a_v}{b_v}'
   ),
+  'self_distill': (
+    r'L_t = \operatorname{sg}\left(\min(r_t, C)\right)\left(\alpha\,'
+    r'\text{KL}(t \,\|\, m) + '
+    r'(1 - \alpha)\,\text{KL}(s \,\|\, m)\right), \quad m = \alpha t + (1 - \alpha) s, '
+    r'\quad ' + RATIO
+  ),
   'mix': EXPERT_MIXTURE % '',
   'mix_chord': EXPERT_MIXTURE % (PHI + r'\,'),
   'importance_sampling': r'L_t = -A_t r_t, \quad ' + RATIO,

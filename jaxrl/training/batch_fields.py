@@ -45,8 +45,13 @@ ROW_FIELDS = (
   'greedy_mask',
   *REWARD_FIELDS,
 )  # [B]
-TEACHER_FIELDS = ('teacher_logprobs', 'teacher_topk_ids', 'teacher_topk_logprobs')
-TOPK_FIELDS = frozenset(TEACHER_FIELDS[1:])  # [B, T, K]
+TEACHER_FIELDS = (
+  'teacher_logprobs',
+  'teacher_topk_ids',
+  'teacher_topk_logprobs',
+  'teacher_mask',
+)
+TOPK_FIELDS = frozenset(TEACHER_FIELDS[1:3])  # [B, T, K]
 # Present only for models that see images, and in batches that have some.
 IMAGE_FIELDS = ('image_features', 'image_positions', 'patch_rows')
 # Required and optional fields of shape [B].
@@ -71,6 +76,7 @@ FIELD_DTYPES = {
   'reward_weights': jnp.float32,
   'teacher_logprobs': jnp.float32,
   'teacher_topk_logprobs': jnp.float32,
+  'teacher_mask': jnp.bool_,
   'routed_experts': jnp.int16,
 }
 # Components may sum over these ids, so they must be dense among the selected rows.
@@ -108,6 +114,7 @@ def make_batch_fields(
     'teacher_logprobs': batch.teacher_logprobs,
     'teacher_topk_ids': batch.teacher_topk_ids,
     'teacher_topk_logprobs': batch.teacher_topk_logprobs,
+    'teacher_mask': batch.teacher_mask,
     'values': batch.values,
     'old_values': batch.values,
     'advantages': batch.advantages,
@@ -248,6 +255,11 @@ def teacher_fields(algorithm: Algorithm) -> tuple[str, ...]:
   if read & TOPK_FIELDS:
     read |= TOPK_FIELDS
   return tuple(name for name in TEACHER_FIELDS if name in read)
+
+
+def asks_other_models(algorithm: Algorithm) -> bool:
+  """Returns whether teacher fields come from models other than the policy itself."""
+  return bool(teacher_fields(algorithm)) and algorithm.self_teacher is None
 
 
 def teacher_top_k(algorithm: Algorithm) -> int:

@@ -246,7 +246,8 @@ def program_memory(
   resident_arguments += ('optimizer state',) if is_update else ('reference',)
   resident_argument_bytes = sum(resident[name] for name in resident_arguments)
   if program.name.startswith('teacher'):
-    resident_argument_bytes = resident['teachers']
+    own = resident['parameters'] + resident['reference']  # of its own teacher
+    resident_argument_bytes = resident['teachers'] or own
   gradients = min(program.temporaries, gradient_bytes) if is_update else 0.0
   return {
     **resident,

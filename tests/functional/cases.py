@@ -207,6 +207,9 @@ DISTILL = [
   ),
   loss('distill', kind='skewed', skew=0.5, top_k=2),
   loss('distill', kind='adaptive', head=0.8, top_k=3),
+  *(loss('self_distill', alpha=alpha) for alpha in (0.0, 0.3, 1.0)),
+  loss('self_distill', alpha=0.5, tail=False),
+  loss('self_distill', alpha=0.7, top_k=2, is_clip=None),
 ]
 KLS = [
   small(kl, 'k1'),

@@ -226,6 +226,7 @@ def _further(rng) -> dict[str, Any]:
     'ref_logits': near[1],
     'topk_logprobs': dealt[0][..., : WORDS - 2],
     'teacher_topk_logprobs': dealt[1][..., : WORDS - 2],
+    'teacher_mask': np.broadcast_to(np.arange(ROWS)[:, None] % 3 > 0, (ROWS, TOKENS)),
     'lengths': 1.0 * rng.integers(0, 12, ROWS),
     'beta': rng.random(),
     'kl': rng.exponential() * rng.choice([0.1, 6, 50]),

@@ -5,13 +5,14 @@ only new observations are tokenized.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
 from jaxrl.rollout.engine.resumable_generation import concat_routed_experts
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY
-from jaxrl.types import FAILURES, Completion, Message, Task
+from jaxrl.types import FAILURES, TASK_KEY, Completion, Message, Task
 from jaxrl.user_code import describe_error
 
 MAX_ERROR_CHARS = 500  # kept of what went wrong in an episode
@@ -94,6 +95,12 @@ class RolloutCache:
   def failed(self) -> bool:
     """Returns whether the episode failed and must not be trained on."""
     return self.stop_reason in FAILURES
+
+  def keep_columns(self, keys: Sequence[str]) -> None:
+    """Keeps columns of the task, those that it has, for the episode's rows."""
+    item = (self.task and self.task.item) or {}
+    if kept := {key: str(item[key]) for key in keys if item.get(key) is not None}:
+      self.extras[TASK_KEY] = kept
 
   def append_observation(self, tokens: list[int]) -> None:
     """Appends the ids of what the model is shown."""
