@@ -66,7 +66,7 @@ class ServedModel:
     from jaxrl.data.seeds import fold_seed
     from jaxrl.rollout.gateway.gateway import Gateway
     from launch.rollouts.preparation import load_policy
-    from launch.runtime.runtime_interface import make_engines
+    from launch.runtime.runtime_base import make_engines
 
     settings = self._settings
     rollout, max_length = settings.rollout, settings.batch.max_length

@@ -13,7 +13,7 @@ from jaxrl.data.rows import folder_splits
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import uses_dataset
 from jaxrl.options import ConfigError
-from launch.runtime.runtime_interface import Runtime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RunSettings
 
 Datasets = dict[str, Any]  # by tag

@@ -44,7 +44,7 @@ from jaxrl.rollout.rewards.reward_pipeline import (
   RewardTerm,
 )
 from jaxrl.types import Message, Params
-from launch.runtime.runtime_interface import Runtime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RewardTermSettings, RunSettings
 
 KEY = '--config.rollout.rewards'

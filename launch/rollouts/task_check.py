@@ -23,7 +23,7 @@ from jaxrl.run_options import EnvOptions
 from jaxrl.types import Task
 from jaxrl.user_code import describe_error
 from launch.rollouts.env_datasets import load_datasets
-from launch.runtime.local_runtime import LocalRuntime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RunSettings
 
 # What makes a task broken, by verdict.
@@ -93,7 +93,7 @@ class TaskChecker:
     self._make_env = {
       tag: _make_checkable(tag, env) for tag, env in settings.env.items()
     }
-    self._datasets = load_datasets(settings, LocalRuntime()).tests
+    self._datasets = load_datasets(settings, Runtime()).tests
     self.num_tasks = {tag: data.get_size() for tag, data in self._datasets.items()}
 
   async def check(self) -> AsyncIterator[CheckedTask]:

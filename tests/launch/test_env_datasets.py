@@ -17,13 +17,13 @@ from launch.rollouts.env_datasets import (
   sibling_split_path,
 )
 from launch.rollouts.rollout_scheduler import RolloutScheduler
-from launch.runtime.local_runtime import LocalRuntime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate
 from tests.launch import runs, two_tags, varied
 
 
-class Counting(LocalRuntime):
+class Counting(Runtime):
   """Notes what it spawns."""
 
   def __init__(self):
@@ -310,7 +310,7 @@ def seen_shares(config, **paths):
   for name, value in paths.items():
     (config.dataset if name == 'path' else config.eval).path = str(value)
   settings = resolve_settings(config)
-  return load_datasets(settings, LocalRuntime()).seen_shares, settings
+  return load_datasets(settings, Runtime()).seen_shares, settings
 
 
 def test_evaluating_on_training_rows_is_said(tmp_path):

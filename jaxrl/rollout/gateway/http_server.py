@@ -35,6 +35,7 @@ from jaxrl.rollout.gateway.connection_limits import (
   ConnectionLimits,
   request_in_progress,
 )
+from jaxrl.rollout.gateway.formatter_base import FormatterBase
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.generation_request import (
   ApiError,
@@ -56,7 +57,6 @@ _FORMATTERS = {
   'responses': ResponsesFormatter,
   'messages': AnthropicFormatter,
 }
-_Formatter = ResponseFormatter | ResponsesFormatter | AnthropicFormatter
 _Parser = Callable[[bytes, RequestCache | None], GenerationRequest]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -266,7 +266,7 @@ class GatewayServer:
     return web.json_response(formatter.full_response(ordered))
 
   async def _stream(
-    self, request: web.Request, choices: list[ChoiceRunner], formatter: _Formatter
+    self, request: web.Request, choices: list[ChoiceRunner], formatter: FormatterBase
   ) -> web.StreamResponse:
     """Sends server-sent events; an error after the first event is itself an event."""
     response = web.StreamResponse()
