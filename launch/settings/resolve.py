@@ -21,7 +21,7 @@ from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.store import store_options
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.envs.graders import composite
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import ConfigError, error_prefix, unknown_name_error
 from jaxrl.run_options import EnvOptions, EvalSetOptions, ModelOptions, RunOptions
 from jaxrl.types import Algorithm
 from launch.settings import off_policy
@@ -38,7 +38,6 @@ from launch.settings.run_settings import (
   RewardTermSettings,
   RunSettings,
   TaskSettings,
-  naming_key,
 )
 
 log = logging.getLogger(__name__)
@@ -154,7 +153,7 @@ def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
   Raises:
     ConfigError: If the text is no such sum.
   """
-  with naming_key('rollout.rewards', text):
+  with error_prefix(f'--config.rollout.rewards={text}'):
     terms = composite.grader_terms(parse_grader_calls(text))
     return tuple(RewardTermSettings(*term) for term in terms)
 

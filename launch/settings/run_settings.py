@@ -6,7 +6,7 @@ has to be parsed.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -18,7 +18,7 @@ from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.models.exact_mode import Exact
-from jaxrl.options import ConfigError
+from jaxrl.options import error_prefix
 from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.run_options import RunOptions
 from jaxrl.types import Algorithm
@@ -29,23 +29,6 @@ TEACHER_CHECKPOINT = '--config.teacher.checkpoint'
 def teacher_key(tag: str) -> str:
   """Returns the key that names the teacher of a tag; '' stands for all other tags."""
   return f'--config.teacher.by_tag.{tag}' if tag else TEACHER_CHECKPOINT
-
-
-@contextlib.contextmanager
-def naming_key(key: str, text: Any) -> Iterator[None]:
-  """Makes the errors of a block begin with a config key and its value.
-
-  Args:
-    key: The dotted key.
-    text: Its value.
-
-  Raises:
-    ConfigError: An error of the block, with the key.
-  """
-  try:
-    yield
-  except ValueError as error:
-    raise ConfigError(f'--config.{key}={text}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -264,7 +247,7 @@ class RunSettings(RunOptions):
     Args:
       key: The dotted key.
     """
-    return naming_key(key, self.text(key))
+    return error_prefix(f'--config.{key}={self.text(key)}')
 
   def env_manager_config(self, tag: str) -> ConfigDict:
     """Returns a tag's section as group filters are given it."""
