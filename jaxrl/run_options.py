@@ -336,6 +336,15 @@ class TagDatasetOptions(Options):
   )
   curriculum: ComponentCall | None = option(None, 'Which rows are drawn.')
 
+  @property
+  def task_options(self) -> dict[str, Any]:
+    """Options of `GlobalDataset`, beside the path, where nothing is left open."""
+    return {
+      **{name: getattr(self, name) for name in ('split', 'limit', 'curriculum')},
+      'question_key': self.columns.question or '',
+      'answer_key': self.columns.answer or '',
+    }
+
 
 @dataclasses.dataclass(frozen=True)
 class EnvOptions(EpisodeOptions):

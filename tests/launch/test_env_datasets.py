@@ -120,7 +120,7 @@ def test_a_tag_takes_what_it_leaves_open_from_the_run(tmp_path):
   config = with_own_rows(tmp_path, columns={})
   config.dataset.columns.question = 'problem'
   tasks = resolve_settings(config).tasks['own']
-  assert tasks.question_key == 'problem' and tasks.split == config.dataset.split
+  assert tasks.columns.question == 'problem' and tasks.split == config.dataset.split
   assert str(tasks.curriculum) == config.dataset.curriculum
   assert resolve_settings(config).tasks['arithmetic'].path
 

@@ -100,7 +100,6 @@ class VllmEngine(EngineBase):
     vllm_options.check_family(config)
     vllm_options.check_folder(folder)
     super().__init__(tokenizer, max_length=max_length, vocab_size=config.vocab_size)
-    self._processor: Any = None  # of images
     if config.vision is not None:
       from jaxrl.models.vision.patch_processor import PatchProcessor  # few models do
 
@@ -420,13 +419,6 @@ class VllmEngine(EngineBase):
         f'temperature={sampling.temperature} must be 0 or at least {MIN_TEMPERATURE}'
       )
     return ''
-
-  def _check_images(self, prompt: np.ndarray, images: tuple[Any, ...]) -> str:
-    if self._processor is None:
-      return super()._check_images(prompt, images)
-    from jaxrl.rollout.engine import image_features
-
-    return image_features.check_prompt(self._processor, prompt, images)
 
   def _enqueue(self, request: EngineRequest) -> None:
     if len(self._requests) == 1:
