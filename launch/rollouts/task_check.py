@@ -17,7 +17,7 @@ from jaxrl.envs.env_registry import (
   innermost,
 )
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, error_prefix
 from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from jaxrl.run_options import EnvOptions
 from jaxrl.types import Task
@@ -207,10 +207,8 @@ def _make_checkable(tag: str, env: EnvOptions) -> Any:
       'reference solutions: --check is for code, swe, terminal_bench, and classes of '
       'your own with apply_solution and empty_reply'
     )
-  try:
+  with error_prefix(f'env.{tag}'):
     return env_factory(prefix + name.removeprefix(ISOLATED_PREFIX), options)
-  except ValueError as error:
-    raise ConfigError(f'env.{tag}: {error}') from error
 
 
 def _reset(env: Any, task: Task) -> Any:

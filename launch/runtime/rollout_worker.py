@@ -11,7 +11,7 @@ from jaxrl.component_calls import ComponentCall
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.envs.env_registry import ISOLATED_PREFIX, env_factory, find_env
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, error_prefix
 from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker
 from jaxrl.rollout.thread_pool import DEFAULT_NUM_THREADS, ThreadPool
@@ -69,10 +69,8 @@ def make_env_context(
     ConfigError: An isolated environment type is driven by an agent, or the folder has
       no chat template that can be used.
   """
-  try:
+  with error_prefix(str(folder)):
     chat_tokenizer = ChatTokenizer(load_tokenizer(folder), chat)
-  except ValueError as error:
-    raise ConfigError(f'{folder}: {error}') from error
   endpoint = None
   if getattr(find_env(env_type), 'played_by_agent', False):
     if env_type.startswith(ISOLATED_PREFIX):

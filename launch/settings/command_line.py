@@ -21,7 +21,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import OptionalField, describe_keys, from_config, to_config
-from jaxrl.options import ConfigError, Options, closest_match
+from jaxrl.options import ConfigError, Options, closest_match, error_prefix
 
 TRUE = ('true', '1', 'yes', 'on')
 FALSE = ('false', '0', 'no', 'off')
@@ -57,10 +57,8 @@ class Command:
       ConfigError: If it is no such value.
     """
     text = self.flags[name]
-    try:
+    with error_prefix(f'--{name}={text}'):
       return parse_value(text, kind, None, False)
-    except ValueError as error:
-      raise ConfigError(f'--{name}={text}: {error}') from error
 
 
 def parse(

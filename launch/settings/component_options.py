@@ -14,7 +14,6 @@ from jaxrl.component_calls import ComponentCall, parse_call, parse_calls
 from jaxrl.config import option_types
 from jaxrl.envs.env_registry import find_env
 from jaxrl.options import (
-  ConfigError,
   Kind,
   check_options,
   error_prefix,
@@ -176,9 +175,5 @@ def check_env_manager(call: ComponentCall, tag: str, env_type: str) -> None:
 
   is_agent = getattr(find_env(env_type), 'played_by_agent', False)
   where = f'env.{tag}.manager={call}'
-  try:
+  with error_prefix(where):
     find_env_manager(call, where, is_agent=is_agent)
-  except ValueError as error:
-    if str(error).startswith(where):
-      raise
-    raise ConfigError(f'{where}: {error}') from error
