@@ -132,12 +132,13 @@ class VllmEngine(EngineBase):
     self._core_log = CoreLog()
     if overrides := vllm_options.hf_overrides(config):
       options.setdefault('hf_overrides', overrides)
+    tokenizer_file = pathlib.Path(folder) / 'tokenizer_config.json'
     self._llm = self._start_vllm(
       model=str(folder),
       max_model_len=max_length,
       max_num_seqs=max_num_seqs,
       # vLLM needs one for images, and for constraints.
-      skip_tokenizer_init=config.vision is None and not _has_tokenizer(folder),
+      skip_tokenizer_init=config.vision is None and not tokenizer_file.exists(),
       logprobs_mode='processed_logprobs',
       weight_transfer_config={'backend': TRANSFER_BACKENDS[transfer]},
       worker_extension_cls=f'{WorkerExtension.__module__}.{WorkerExtension.__name__}',
@@ -524,7 +525,3 @@ def assign_versions(request: EngineRequest, spans: Iterable[Any]) -> None:
     end = min(span.end, len(request.weights_versions))
     num_tokens = max(end - span.start, 0)
     request.weights_versions[span.start : end] = [int(span.version)] * num_tokens
-
-
-def _has_tokenizer(folder: str | pathlib.Path) -> bool:
-  return (pathlib.Path(folder) / 'tokenizer_config.json').exists()
