@@ -154,10 +154,7 @@ def find_turn_end(
   eos_id = tokenizer.eos_token_id
   stops = {*stop_token_ids} or {*named, *_as_ids(eos_id)}
   if not stop_token_ids:
-    if found:
-      stops |= {added.ids[found[0]]} | _find_ends_of_calls(added, render)
-    else:  # what begins the next message ends a reply
-      stops |= _find_next_headers(added, render, reply)
+    stops |= _find_written_ends(added, render, reply, found)
   if not found and last.strip() and not stop_token_ids:
     raise ValueError(
       f'the chat template ends a reply with {last.strip()!r}, which is no token of '
@@ -217,6 +214,15 @@ def _message_end(
   ends_users = after_user is not None and after_user[0] == found[0]
   is_end = added.ids[found[0]] in stops or ends_users
   return text[: found.end()] if is_end else ''
+
+
+def _find_written_ends(
+  added: AddedTokens, render: Callable[..., str], reply: Message, found: Any
+) -> set[int]:
+  """Finds the tokens that a template writes after a reply, with and without calls."""
+  if found is None:  # no token after the last reply: what begins the next message ends it
+    return _find_next_headers(added, render, reply)
+  return {added.ids[found[0]]} | _find_ends_of_calls(added, render)
 
 
 def _find_ends_of_calls(added: AddedTokens, render: Callable[..., str]) -> set[int]:
