@@ -220,7 +220,7 @@ def _find_written_ends(
   added: AddedTokens, render: Callable[..., str], reply: Message, found: Any
 ) -> set[int]:
   """Finds the tokens that a template writes after a reply, with and without calls."""
-  if found is None:  # no token after the last reply: what begins the next message ends it
+  if found is None:  # what begins the next message ends a reply
     return _find_next_headers(added, render, reply)
   return {added.ids[found[0]]} | _find_ends_of_calls(added, render)
 
