@@ -9,10 +9,11 @@ import dataclasses
 import datetime
 import functools
 import pathlib
+import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.component_calls import ComponentCall
+from jaxrl.component_calls import ComponentCall, split_terms
 from jaxrl.data.row_sources import RowSources, parse_row_sources
 from jaxrl.data.rows.task_rows import RowColumns
 from jaxrl.model_loading import parse_random_config
@@ -39,6 +40,7 @@ from jaxrl.training.staleness import STALENESS_POLICIES, StalenessLimit
 from kernels.dispatch import KERNEL_OPTIONS
 
 DTYPES = ('float32', 'bfloat16', 'float16')
+_WEIGHTED = re.compile(r'(.+)\(weight=(\d*\.?\d+)\)')
 FROM_DATA = 'data'  # as a teacher's checkpoint: its outputs come with the rows
 
 
@@ -461,7 +463,8 @@ class TeacherOptions(Options):
 
   checkpoint: str = option(
     '',
-    "The teacher's Hugging Face folder or Hub name; 'data' if rows bring its outputs.",
+    "The teacher's Hugging Face folder or Hub name, or several, 'A(weight=.7) + "
+    "B(weight=.3)'; 'data' if rows bring its outputs.",
   )
   by_tag: Mapping[str, Any] = option(
     {}, 'Teachers of single environment tags, or tags of rows: a checkpoint for each.'
@@ -476,12 +479,23 @@ class TeacherOptions(Options):
     for tag, folder in self.by_tag.items():
       if not isinstance(folder, str) or not folder.strip():
         raise OptionError(f'by_tag.{tag}', folder, 'must be a checkpoint')
+    for tag, folder in self.folders.items():
+      try:
+        _parse_weighted(folder)
+      except ValueError as error:
+        option_name = f'by_tag.{tag}' if tag else 'checkpoint'
+        raise OptionError(option_name, folder, str(error)) from error
 
   @functools.cached_property
   def folders(self) -> Mapping[str, str]:
     """Checkpoints by environment tag; '' stands for all other tags."""
     usual = {'': self.checkpoint} if self.checkpoint and not self.from_data else {}
     return {**usual, **self.by_tag}
+
+  @functools.cached_property
+  def weighted(self) -> Mapping[str, tuple[tuple[str, float], ...]]:
+    """Checkpoints and their weights, which sum up to 1, by tag as in `folders`."""
+    return {tag: _parse_weighted(folder) for tag, folder in self.folders.items()}
 
   @property
   def from_data(self) -> bool:
@@ -492,6 +506,20 @@ class TeacherOptions(Options):
   def named(self) -> bool:
     """Whether the config names a teacher, or says that the data brings its outputs."""
     return self.from_data or bool(self.folders)
+
+
+def _parse_weighted(text: str) -> tuple[tuple[str, float], ...]:
+  """Reads `A(weight=.7) + B(weight=.3)`; a text without a weight is one checkpoint."""
+  if '(weight=' not in text:
+    return ((text, 1.0),)
+  terms = [_WEIGHTED.fullmatch(term) for term in split_terms(text)]
+  if None in terms:
+    raise ValueError('several teachers need a weight each: A(weight=.7) + B(weight=.3)')
+  pairs = [(term[1], float(term[2])) for term in terms if term]
+  total = sum(weight for _, weight in pairs)
+  if min(weight for _, weight in pairs) <= 0:
+    raise ValueError('the weight of a teacher must be above 0')
+  return tuple((folder, weight / total) for folder, weight in pairs)
 
 
 @dataclasses.dataclass(frozen=True)

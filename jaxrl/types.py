@@ -7,11 +7,12 @@ turns hidden states into `PolicyOutputs` shifts.
 
 import dataclasses
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 import jax
 import numpy as np
 
+from jaxrl.component_calls import parse_call
 from jaxrl.component_table import Component, as_call, as_calls
 
 Array = jax.Array
@@ -32,6 +33,8 @@ STOP_REASONS = (
   'reward_failed',
 )
 FAILURES = frozenset(STOP_REASONS[3:])
+TEACHER_PROMPT_KEY = 'teacher_prompt'  # in a row's extras: ids that its teacher reads
+TASK_KEY = 'task'  # in a row's extras: columns of its task, by name
 MAX_ROLES = 8  # roles of agents, numbered from 0
 MAX_REWARD_TERMS = 8  # rewards that can be told apart, the environment's own included
 
@@ -312,6 +315,7 @@ class Batch:
     teacher_logprobs: The teacher's log-probs.
     teacher_topk_ids: `[B, T, K]` int32, the teacher's likeliest tokens.
     teacher_topk_logprobs: `[B, T, K]` float32, their log-probs.
+    teacher_mask: `[B, T]` bool, where the teacher has something to teach.
     values: The critic's values.
     advantages: Advantages.
     returns: Targets of the critic.
@@ -323,6 +327,8 @@ class Batch:
     role_ids: `[B]` int32, the role of the agent that wrote a row.
     reward_terms: `[B, 8]` the scores of an episode's rewards, before their weights.
     reward_weights: `[B, 8]` their weights, 0 where there is none.
+    step_ends: `[B, T]` bool, True at the last token of each step that was rewarded, and
+      of each turn.
     routed_experts: `[B, T, L, k]` int16, −1 where the router is to choose.
     image_features: `[B, T]` int32, which feature of an image stands at a token; see
       `jaxrl.models.vision.image_places.ImagePlaces`.
@@ -346,6 +352,7 @@ class Batch:
   teacher_logprobs: Any = None
   teacher_topk_ids: Any = None
   teacher_topk_logprobs: Any = None
+  teacher_mask: Any = None
   values: Any = None
   advantages: Any = None
   returns: Any = None
@@ -357,6 +364,7 @@ class Batch:
   role_ids: Any = None
   reward_terms: Any = None
   reward_weights: Any = None
+  step_ends: Any = None
   routed_experts: Any = None
   image_features: Any = None
   image_positions: Any = None
@@ -374,21 +382,42 @@ class Batch:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
+class TokenTree:
+  """A token tree arranges a row's tokens so that sequences share all that they can.
+
+  A token's descendants follow it without a gap, so that the earlier tokens whose
+  descendants have not ended are the ones it sees.
+
+  Attributes:
+    previous: `[R, L]` int32, column of the token before it in its sequences; −1 where
+      a sequence starts, and at padding.
+    ends: `[R, L]` int32, column behind a token's last descendant.
+  """
+
+  previous: Any
+  ends: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
 class PackedRows:
   """Maps the tokens of a rectangle `[B, T]` to R packed rows of L slots.
 
   A shared prompt lies in a row as [prompt without its last token][last prompt token and
   response 1][last prompt token and response 2] …, the first part being the prefix of
-  the others: so a slot predicts one token, the next one of its segment.
+  the others: so a slot predicts one token, the next one of its segment. In a tree each
+  shared token has one slot, whatever tokens follow it.
 
   Attributes:
-    origin: `[R, L]` int32, b · T + t of the token in a slot, −1 at padding.
+    origin: `[R, L]` int32, b · T + t of the token in a slot, −1 at padding; of one of
+      its tokens, if sequences share it.
     segment_ids: `[R, L]` int32, 0 at padding.
     prefix_ids: `[R, L]` int32, the number of an earlier segment of the row that a token
       sees beside its own, 0 for none; or None.
     positions: `[R, L]` int32, of a token in its sequence.
     place: `[B, T]` int32, r · L + c of the slot that holds the outputs for a token, −1
       where there are none.
+    tree: The tree of the tokens; None if sequences share prompts or nothing.
   """
 
   origin: Any
@@ -396,6 +425,7 @@ class PackedRows:
   prefix_ids: Any
   positions: Any
   place: Any
+  tree: TokenTree | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -444,6 +474,31 @@ class Advantages:
 
 
 @dataclasses.dataclass(frozen=True)
+class SelfTeacher:
+  """A self-teacher is the policy itself, shown more than the student is.
+
+  Attributes:
+    context: What it is shown: a call or class as in
+      `jaxrl.rollout.queue.teacher_contexts`.
+    params: Its parameters: 'live', those of the student before each update; 'initial',
+      those that training began with; 'ema', a moving average of the student's.
+    update_rate: The student's share in each step of the average.
+    support: Whose likeliest tokens the two are compared on, 'student' or 'teacher'.
+    max_tokens: Tokens that its prompt may have; 0 for twice the longest row.
+  """
+
+  context: Component
+  params: Literal['live', 'initial', 'ema'] = 'live'
+  update_rate: float = 0.05
+  support: Literal['student', 'teacher'] = 'student'
+  max_tokens: int = 0
+
+  def __post_init__(self) -> None:
+    if isinstance(self.context, str):
+      object.__setattr__(self, 'context', parse_call(self.context))
+
+
+@dataclasses.dataclass(frozen=True)
 class Algorithm:
   """An algorithm is a composition of plain functions, its components.
 
@@ -476,6 +531,7 @@ class Algorithm:
     critic_warmup: First steps that train the value head alone.
     prepare: Computes batch fields once per optimizer batch.
     init_state: Makes the state that `prepare` carries.
+    self_teacher: Makes the policy its own teacher; None for another teacher, or none.
     provenance: Whose values a builder's defaults are, for the catalogue: 'paper',
       'trinity' (Trinity-RFT), 'verl', 'trl', 'prime-rl' or 'ours'; '' if it does not
       say.
@@ -500,6 +556,7 @@ class Algorithm:
   critic_warmup: int = 0
   prepare: Callable[..., Any] | None = None
   init_state: Callable[[], Any] | None = None
+  self_teacher: SelfTeacher | None = None
   provenance: str = dataclasses.field(default='', compare=False)
 
   def __post_init__(self) -> None:

@@ -24,6 +24,7 @@ def attention(
   *,
   prefix_ids: jax.Array | None = None,
   positions: jax.Array | None = None,
+  key_ends: jax.Array | None = None,
   sinks: jax.Array | None = None,
   window: int = 0,
   softcap: float = 0.0,
@@ -43,9 +44,12 @@ def attention(
       the earlier tokens of its segment.
     prefix_ids: Earlier segment of the row that a token also attends to, `[B, T]` int32;
       0 for none.
-    positions: Position of each token in its sequence, `[B, T]` int32. Read only if both
-      `prefix_ids` and a window are given; without `prefix_ids`, each segment is a whole
+    positions: Position of each token in its sequence, `[B, T]` int32. Read only with a
+      window, beside `prefix_ids` or `key_ends`; otherwise each segment is a whole
       sequence.
+    key_ends: First column whose query no longer attends to each key, `[B, T]` int32. It
+      replaces segments: a query attends to all earlier keys that end behind it. Such
+      rows are trees, each token before its descendants. Only the reference takes it.
     sinks: Attention sinks `[H]`: an extra score per head, whose softmax weight goes to
       no value. None for none.
     window: Maximum number of keys that a query attends to, including its own; 0 for
@@ -71,11 +75,12 @@ def attention(
   rules = {name: value for name, value in rules.items() if value}
   rows, heads = ('batch', None), ('heads',)
   extra = {'prefix_ids': (prefix_ids, rows), 'sinks': (sinks, heads)}
-  if window and prefix_ids is not None:
+  if window and (prefix_ids is not None or key_ends is not None):
     extra['positions'] = positions, rows
+  extra['key_ends'] = key_ends, rows
   extra = {name: pair for name, pair in extra.items() if pair[0] is not None}
   candidates: dict[str, Any] = {}
-  if platform != 'cpu':
+  if platform != 'cpu' and key_ends is None:
     from kernels import flash_attention  # for accelerators alone
 
     candidates = flash_attention.candidates(
@@ -114,6 +119,7 @@ def reference_attention(
   prefix_ids: jax.Array | None = None,
   positions: jax.Array | None = None,
   sinks: jax.Array | None = None,
+  key_ends: jax.Array | None = None,
   *,
   window: int = 0,
   softcap: float = 0.0,
@@ -132,10 +138,12 @@ def reference_attention(
   length = q.shape[1]
   k, v, time = k.swapaxes(1, 2), v.swapaxes(1, 2), jnp.arange(length)
   places = None  # [B or 1, T]: the positions that windows are measured in
+  is_plain = prefix_ids is None and key_ends is None
   if window:
-    places = time[None] if prefix_ids is None else positions
+    places = time[None] if is_plain else positions
     if places is None:
-      raise ValueError('a window beside prefix_ids needs the positions of tokens')
+      beside = 'key_ends' if prefix_ids is None else 'prefix_ids'
+      raise ValueError(f'a window beside {beside} needs the positions of tokens')
   seen = segment_ids[:, :, None]  # [B, T, 1 or 2]: segments that a query attends to
   if prefix_ids is not None:
     prefix = jnp.where(prefix_ids > 0, prefix_ids, segment_ids)
@@ -149,7 +157,7 @@ def reference_attention(
   out = []
   for start in range(0, length, size):
     end = min(start + size, length)
-    first = max(0, start + 1 - window) if window and prefix_ids is None else 0
+    first = max(0, start + 1 - window) if window and is_plain else 0
     span, reach = slice(start, end), slice(first, end)
     queries = _Queries(q[:, span], seen[:, span], time[span], None)
     keys = _Keys(
@@ -158,6 +166,8 @@ def reference_attention(
     if places is not None:
       queries = queries._replace(places=places[:, span])
       keys = keys._replace(places=places[:, reach])
+    if key_ends is not None:
+      keys = keys._replace(ends=key_ends[:, reach])
     out.append(run(queries, keys, sinks, **rules))
   return jnp.concatenate(out, axis=1)
 
@@ -187,6 +197,8 @@ class _Keys(NamedTuple):
     ids: Segment of each key, `[B, T]`.
     time: Column of each key in the row, `[T]`.
     places: Position of each key, `[B or 1, T]`; None without a window.
+    ends: Column from which on no query attends to each key, `[B, T]`; None if segments
+      decide.
   """
 
   k: jax.Array
@@ -194,6 +206,7 @@ class _Keys(NamedTuple):
   ids: jax.Array
   time: jax.Array
   places: jax.Array | None
+  ends: jax.Array | None = None
 
 
 def _stretch(
@@ -244,10 +257,13 @@ def _attend(
   visible = time[:, None] >= keys.time
   if queries.places is not None and keys.places is not None:
     visible = visible & (queries.places[..., None] - keys.places[:, None] < window)
-  in_segment = functools.reduce(
-    jnp.logical_or,
-    [seen[:, :, i, None] == keys.ids[:, None] for i in range(seen.shape[2])],
-  )
+  if keys.ends is not None:
+    in_segment = time[:, None] < keys.ends[:, None]
+  else:
+    in_segment = functools.reduce(
+      jnp.logical_or,
+      [seen[:, :, i, None] == keys.ids[:, None] for i in range(seen.shape[2])],
+    )
   visible = visible & in_segment
   visible = jnp.tile(visible, (1, heads // kv_heads, 1))[:, None]
   scores = jnp.einsum('bkmd,bksd->bkms', q, k).astype(jnp.float32)

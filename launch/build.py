@@ -80,7 +80,7 @@ def build(
       players = Players(settings, rollouts, learns_here=not runtime.hosts_learner)
     source = _make_source(settings, policy, players, workdir, stop)
     teachers = None
-    if batch_fields.teacher_fields(settings.algorithm):
+    if batch_fields.asks_other_models(settings.algorithm):
       # Imported here because only algorithms that distil have teachers.
       from launch.learner.teacher_set import load_teachers
 

@@ -171,7 +171,7 @@ def _made_up_fields() -> dict[str, Any]:
   for name in ('topk_logprobs', 'teacher_topk_logprobs'):
     fields[name] = array(jnp.float32, *by_token, _TOP)
   fields['teacher_topk_ids'] = array(jnp.int32, *by_token, _TOP)
-  fields['mask'] = array(jnp.bool_, *by_token)
+  fields |= {name: array(jnp.bool_, *by_token) for name in ('mask', 'teacher_mask')}
   fields |= {name: array(jnp.bool_, _ROWS) for name in ('expert_mask', 'greedy_mask')}
   fields['loss_weights'] = array(jnp.float32, _ROWS)
   fields |= {name: array(jnp.float32) for name in ('kl', 'num_rows')}

@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Collection, Iterator
 
-from jaxrl.algorithms import component_roles
+from jaxrl.algorithms import component_roles, requirements
 from jaxrl.functional import kl
 from jaxrl.functional.components import (
   component_info,
@@ -78,7 +78,30 @@ def _problems(algorithm: Algorithm, chosen: Collection[str]) -> Iterator[str]:
           f'{field} judges what the policy sampled, and an algorithm that learns from '
           f'files ({algorithm.data_format}) samples nothing: leave it out'
         )
+  yield from _self_teacher_problems(algorithm)
   yield from _state_problems(algorithm)
+
+
+def _self_teacher_problems(algorithm: Algorithm) -> Iterator[str]:
+  teacher = algorithm.self_teacher
+  if teacher is None:
+    return
+  read = requirements.fields_read(algorithm)
+  if not any(name.startswith('teacher_') for name in read):
+    yield (
+      'the policy is its own teacher, and no component reads what it says: leave '
+      'policy_loss out, or take another algorithm'
+    )
+  if algorithm.data_format != 'rollout':
+    yield (
+      'the policy is its own teacher where it plays, and an algorithm that learns from '
+      f'files ({algorithm.data_format}) plays nothing'
+    )
+  if teacher.params == 'ema' and 'ref_logprobs' in read:
+    yield (
+      "teacher_params='ema' keeps the moving average and the reference in one place: "
+      "leave the KL terms out, or set teacher_params='initial'"
+    )
 
 
 def _pair_problems(algorithm: Algorithm, chosen: Collection[str]) -> Iterator[str]:

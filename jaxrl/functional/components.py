@@ -222,6 +222,7 @@ def call_string(part: Callable[..., Any]) -> str:
 # stands under 'component.option'.
 OPTION_RANGES: dict[str, Range] = {
   'advantage_clip': POSITIVE,
+  'alpha': SHARE,
   'beta': POSITIVE,  # of preference losses
   'jsd.beta': SHARE,
   'cap': POSITIVE,
@@ -233,6 +234,7 @@ OPTION_RANGES: dict[str, Range] = {
   'coef': NOT_NEGATIVE,
   'cov_high': NOT_NEGATIVE,
   'cov_low': NOT_NEGATIVE,
+  'context_tokens': NOT_NEGATIVE,
   'critic_warmup': NOT_NEGATIVE,
   'decay_negative': POSITIVE,
   'decay_positive': POSITIVE,
@@ -244,6 +246,7 @@ OPTION_RANGES: dict[str, Range] = {
   'head': SHARE,
   'high': NOT_NEGATIVE,
   'horizon': POSITIVE,
+  'is_clip': POSITIVE,
   'kl_coef': NOT_NEGATIVE,
   'label_smoothing': SHARE,
   'lam': SHARE,
@@ -274,6 +277,7 @@ OPTION_RANGES: dict[str, Range] = {
   'tau': POSITIVE,
   'tau_negative': POSITIVE,
   'tau_positive': POSITIVE,
+  'teacher_rate': SHARE,
   'temperature': POSITIVE,
   'm2po.threshold': POSITIVE,
   'probability_band.threshold': NOT_NEGATIVE,

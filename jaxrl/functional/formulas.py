@@ -66,6 +66,10 @@ ADVANTAGES = {
   'on_policy_distill': (
     r'A_t = c\,\left(\log \pi_{\text{teacher}} - \log \pi_{\text{student}}\right)'
   ),
+  'process_grpo': (
+    r'A_t = \sum_{k:\, \text{step } k \text{ ends at } t \text{ or later}} '
+    r'\frac{r_k - \mu_{\text{steps}}}{s_{\text{steps}} + 10^{-6}}'
+  ),
   'reinforce': r'A_t = R',
   'reinforce_plus_plus': (
     r'A_t = \operatorname{whiten}\left(\sum_{k \geq 0} \gamma^k r_{t+k}\right)'
@@ -142,6 +146,12 @@ POLICY_LOSSES = {
   'distill': (
     r'L_t = D(\pi_{\text{teacher}}, \pi_{\text{student}}), \quad '
     r'\text{KL}(a \,\|\, b) = \sum_v a_v \log\frac{a_v}{b_v}'
+  ),
+  'self_distill': (
+    r'L_t = \operatorname{sg}\left(\min(r_t, C)\right)\left(\alpha\,'
+    r'\text{KL}(t \,\|\, m) + '
+    r'(1 - \alpha)\,\text{KL}(s \,\|\, m)\right), \quad m = \alpha t + (1 - \alpha) s, '
+    r'\quad ' + RATIO
   ),
   'mix': EXPERT_MIXTURE % '',
   'mix_chord': EXPERT_MIXTURE % (PHI + r'\,'),

@@ -14,6 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import initializers, kv_cache, layers
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.types import TokenTree
 from kernels import gated_delta_rule as rule
 
 
@@ -174,6 +175,7 @@ def row_mixer(
   *,
   across: bool,
   keep_cache: bool,
+  tree: TokenTree | None = None,
 ) -> Callable[..., Any]:
   """Returns what runs the gated DeltaNets of a model over rows.
 
@@ -183,20 +185,23 @@ def row_mixer(
     prefix_ids: `[B, T]` int32, another segment that a token's continues, or None.
     across: Whether rows are sharded over devices.
     keep_cache: Whether states are kept for a cache.
+    tree: The tree of the rows' tokens, or None.
 
   Returns:
     `(block, *inputs) -> (out, (what is kept, None))`.
 
   Raises:
-    ValueError: If rows are sharded.
+    ValueError: If rows are sharded, or a tree.
   """
   if across:
     model.context.refuse('gated DeltaNet layers')
-  tree = rule.segment_tree(segment_ids, prefix_ids)
+  if tree is not None:
+    raise ValueError('gated DeltaNet layers keep no state at the forks of a tree')
+  segments = rule.segment_tree(segment_ids, prefix_ids)
   options = {'kernels': model.kernels, 'platform': model.platform}
 
   def mix(block: layers.Block, *inputs: jax.Array) -> Any:
-    out, state = block.delta.mix(inputs, tree, model.constrain, **options)
+    out, state = block.delta.mix(inputs, segments, model.constrain, **options)
     if not keep_cache:
       return out, (None, None)
     taps, lengths = block.config.conv_width - 1, segment_ids.sum(1)

@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxrl.models import layers, lora, remat
 from jaxrl.models.model_config import ModelConfig, kind_config
-from jaxrl.types import Params
+from jaxrl.types import Params, TokenTree
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -482,16 +482,37 @@ def segment_positions(segment_ids: jax.Array) -> jax.Array:
   return time - jax.lax.cummax(jnp.where(starts, time, 0), axis=1)
 
 
-def shift_right(x: jax.Array, *, segment_ids: jax.Array) -> jax.Array:
+def at_previous(states: jax.Array, tree: TokenTree) -> jax.Array:
+  """Returns the state that predicts each token of a tree.
+
+  Args:
+    states: `[B, T, D]`.
+    tree: The tree of the rows.
+
+  Returns:
+    `[B, T, D]`, of any values where no token comes before.
+  """
+  columns = jnp.maximum(jnp.asarray(tree.previous), 0)
+  return jnp.take_along_axis(states, columns[..., None], axis=1)
+
+
+def shift_right(
+  x: jax.Array, *, segment_ids: jax.Array, tree: TokenTree | None = None
+) -> jax.Array:
   """Shifts next-token outputs right, so that index t describes token t.
 
   Args:
-    x: `[B, T − 1, …]`.
+    x: `[B, T − 1, …]`; of a tree, `[B, T, …]` in their places.
     segment_ids: `[B, T]` int32.
+    tree: The tree of the rows, if they are one.
 
   Returns:
-    `[B, T, …]`, 0 at the first token of a segment and at padding.
+    `[B, T, …]`, 0 at the first token of a sequence and at padding.
   """
+  if tree is not None:
+    has_output = jnp.asarray(tree.previous) >= 0
+    has_output = has_output.reshape(has_output.shape + (1,) * (x.ndim - 2))
+    return jnp.where(has_output, x, jnp.zeros((), x.dtype))
   same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
   has_output = same.reshape(same.shape + (1,) * (x.ndim - 2))
   x = jnp.where(has_output, x, jnp.zeros((), x.dtype))

@@ -14,7 +14,7 @@ from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.remat import RematPolicy
-from jaxrl.types import Array, Params, PolicyOutputs
+from jaxrl.types import Array, Params, PolicyOutputs, TokenTree
 from kernels.attention import attention
 from kernels.dispatch import check_kernels_option, platform_of
 from kernels.token_logprobs import token_logprobs
@@ -186,15 +186,13 @@ class TransformerLM:
     images: Any = None,
     *,
     keep_cache: bool,
-    across: bool = False,
+    across: bool = False,  # whether rows are sharded as `context` does it
     attend_with: AttendWith | None = None,
     row_segments: int | None = None,
+    tree: TokenTree | None = None,
   ) -> tuple[jax.Array, caches.PrefillKV | None]:
-    """Runs the layers; returns final normed states, and keys and values if kept.
-
-    across: rows are sharded as `context` does it. row_segments: as in `policy_outputs`.
-    """
-    if self.exact is not None and prefix_ids is not None:
+    """Runs the layers; returns final normed states, and keys and values if kept."""
+    if self.exact is not None and (prefix_ids is not None or tree is not None):
       raise ValueError('exact mode needs a row for each sequence, without prefix_ids')
     if across and attend_with is not None:
       raise ValueError('rows sharded over devices attend among themselves only')
@@ -210,7 +208,7 @@ class TransformerLM:
     if self.config.has_linear_attention:
       from jaxrl.models.gated_delta_net import row_mixer  # few models need it
 
-      options = {'across': across, 'keep_cache': keep_cache}
+      options = {'across': across, 'keep_cache': keep_cache, 'tree': tree}
       mix = row_mixer(self, segment_ids, prefix_ids, **options)
 
     def attend(block, q, own_k, own_v, *gates):
@@ -226,8 +224,7 @@ class TransformerLM:
       if block.config.kv_latent:
         k, v = block.attention.expand(k)
       q = self.constrain(q, 'batch', 'length', 'heads', None)
-      k = self.constrain(k, 'batch', 'length', 'kv_heads', None)
-      v = self.constrain(v, 'batch', 'length', 'kv_heads', None)
+      k, v = (self.constrain(x, 'batch', 'length', 'kv_heads', None) for x in (k, v))
       aux = prefill_kv, shared.passed_on(block.config, k, v)
       run = functools.partial(attention, **rules, **kernel_options)
       if attend_with is not None:
@@ -235,6 +232,7 @@ class TransformerLM:
       if across:
         run = functools.partial(self.context.attention, **rules)
       ids = {'prefix_ids': prefix_ids, 'positions': positions}
+      ids |= {} if tree is None else {'key_ends': tree.ends}
       return run(q, k, v, segment_ids, **ids), aux
 
     def body(block, x, inputs):
@@ -278,6 +276,7 @@ class TransformerLM:
     images: Any = None,
     attend_with: AttendWith | None = None,
     row_segments: int | None = None,
+    tree: TokenTree | None = None,
   ) -> PolicyOutputs:
     """Computes what the policy says of tokens.
 
@@ -302,6 +301,7 @@ class TransformerLM:
       images: As in `hidden`.
       attend_with: Runs attention on another arrangement of the rows; see `AttendWith`.
       row_segments: The most segments of the rows that attend, if not the model's own.
+      tree: The tree of the rows' tokens: a token sees those that it descends from.
 
     Returns:
       Outputs `[B, T]`.
@@ -311,23 +311,24 @@ class TransformerLM:
     inputs = tokens, segment_ids, prefix_ids, positions, routed_experts, images
     chosen = tokens[:, 1:], None if topk_ids is None else topk_ids[:, 1:]
     options = {'keep_cache': False, 'attend_with': attend_with}
-    options['row_segments'] = row_segments
-    if self.context is None:
+    options |= {'row_segments': row_segments, 'tree': tree}
+    if tree is not None:
+      states, chosen = self._forward(params, *inputs, **options)[0], (tokens, topk_ids)
+      states = layer_stack.at_previous(states, tree)
+    elif self.context is None:
       states = self._forward(params, *inputs, **options)[0][:, :-1]
     else:
       cut = functools.partial(self.context.cut, length=tokens.shape[1])
       inputs, chosen = jax.tree.map(cut, (inputs, chosen))
       states = self._forward(params, *inputs, across=True, **options)[0]
+    scored: Any = {'entropy': entropy, 'nec': nec, 'sum_pi_squared': sum_pi_squared}
+    scored |= {'temperature': temperature, 'top_k': top_k}
     scores = token_logprobs(
       states,
       self._head(params),
       chosen[0],
-      temperature=temperature,
-      entropy=entropy,
-      nec=nec,
-      sum_pi_squared=sum_pi_squared,
       topk_ids=chosen[1],
-      top_k=top_k,
+      **scored,
       softcap=self.config.logits_softcap,
       kernels=self.kernels,
       platform=self.platform,
@@ -346,7 +347,8 @@ class TransformerLM:
       exact = self.exact.row_logprobs(forward, self.last_logits, *rows)
       logprobs = exact_mode.with_gradient_of(exact, scores.logprobs)
       scores = scores._replace(logprobs=logprobs)
-    shift = functools.partial(layer_stack.shift_right, segment_ids=segment_ids)
+    arrangement: Any = {'segment_ids': segment_ids, 'tree': tree}
+    shift = functools.partial(layer_stack.shift_right, **arrangement)
     scores, values = jax.tree.map(shift, (scores._asdict(), values))
     return PolicyOutputs(**scores, values=values)
 
@@ -394,9 +396,8 @@ class TransformerLM:
       hidden = hidden.reshape(*tokens.shape, -1)
     assert kept is not None  # it was asked for
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    if self.exact is None:
-      return self.logits(params, last), kept
-    return self.last_logits(params, last), kept
+    logits = self.logits if self.exact is None else self.last_logits
+    return logits(params, last), kept
 
   def init_cache(self, num_slots: int, max_length: int) -> Cache:
     """Makes an empty key-value cache, laid out for the kernel that `decode` uses.

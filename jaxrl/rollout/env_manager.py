@@ -121,6 +121,7 @@ class EnvManagerOptions(EpisodeOptions, SamplingOptions):
   """All options of an environment manager."""
 
   max_length: int = option(1024, 'Tokens an episode may have.', low=1)
+  task_keys: tuple[str, ...] = option((), 'Columns of the task that rows keep.')
 
 
 class EnvManager:
@@ -299,6 +300,7 @@ class EnvManager:
         )
         if cache.task is None:
           return None
+        cache.keep_columns(self.options.task_keys)
       prompt = await self._run_on_thread(
         self._start_env, cache, timeout=self._timeouts.reset
       )

@@ -36,7 +36,7 @@ REQUIRED_FIELDS = (
   'loss_weights',
 )
 # Further fields, present only if a component reads them.
-TOKEN_FIELDS = ('weights_version',)  # [B, T]
+TOKEN_FIELDS = ('weights_version', 'step_ends')  # [B, T]
 REWARD_FIELDS = ('reward_terms', 'reward_weights')  # [B, MAX_REWARD_TERMS]
 ROW_FIELDS = (
   'pair_ids',
@@ -45,8 +45,13 @@ ROW_FIELDS = (
   'greedy_mask',
   *REWARD_FIELDS,
 )  # [B]
-TEACHER_FIELDS = ('teacher_logprobs', 'teacher_topk_ids', 'teacher_topk_logprobs')
-TOPK_FIELDS = frozenset(TEACHER_FIELDS[1:])  # [B, T, K]
+TEACHER_FIELDS = (
+  'teacher_logprobs',
+  'teacher_topk_ids',
+  'teacher_topk_logprobs',
+  'teacher_mask',
+)
+TOPK_FIELDS = frozenset(TEACHER_FIELDS[1:3])  # [B, T, K]
 # Present only for models that see images, and in batches that have some.
 IMAGE_FIELDS = ('image_features', 'image_positions', 'patch_rows')
 # Required and optional fields of shape [B].
@@ -63,6 +68,7 @@ FIELD_DTYPES = {
   'action_mask': jnp.bool_,
   'expert_mask': jnp.bool_,
   'greedy_mask': jnp.bool_,
+  'step_ends': jnp.bool_,
   'rollout_logprobs': jnp.float32,
   'rewards': jnp.float32,
   'loss_weights': jnp.float32,
@@ -70,6 +76,7 @@ FIELD_DTYPES = {
   'reward_weights': jnp.float32,
   'teacher_logprobs': jnp.float32,
   'teacher_topk_logprobs': jnp.float32,
+  'teacher_mask': jnp.bool_,
   'routed_experts': jnp.int16,
 }
 # Components may sum over these ids, so they must be dense among the selected rows.
@@ -107,6 +114,7 @@ def make_batch_fields(
     'teacher_logprobs': batch.teacher_logprobs,
     'teacher_topk_ids': batch.teacher_topk_ids,
     'teacher_topk_logprobs': batch.teacher_topk_logprobs,
+    'teacher_mask': batch.teacher_mask,
     'values': batch.values,
     'old_values': batch.values,
     'advantages': batch.advantages,
@@ -123,6 +131,7 @@ def make_batch_fields(
     'role_ids': batch.role_ids,
     'reward_terms': batch.reward_terms,
     'reward_weights': batch.reward_weights,
+    'step_ends': batch.step_ends,
     'routed_experts': batch.routed_experts,
     'image_features': batch.image_features,
     'image_positions': batch.image_positions,
@@ -246,6 +255,11 @@ def teacher_fields(algorithm: Algorithm) -> tuple[str, ...]:
   if read & TOPK_FIELDS:
     read |= TOPK_FIELDS
   return tuple(name for name in TEACHER_FIELDS if name in read)
+
+
+def asks_other_models(algorithm: Algorithm) -> bool:
+  """Returns whether teacher fields come from models other than the policy itself."""
+  return bool(teacher_fields(algorithm)) and algorithm.self_teacher is None
 
 
 def teacher_top_k(algorithm: Algorithm) -> int:

@@ -133,7 +133,9 @@ def _trace_advantage_step(
   function = functools.partial(score_and_compute_advantages, spec, shape.num_chunks)
   arguments = _advantage_step_arguments(spec, mesh, shape, hparams_key)
   if shape.scoring_pack is not None:
-    arguments += (plan_shapes(mesh, shape.scoring_pack, None),)
+    arguments += (
+      plan_shapes(mesh, shape.scoring_pack, None, (shape.rows, shape.length)),
+    )
   replicated = sharding.replicated(mesh)
   layouts = (sharding.rows_sharding(mesh), replicated, replicated)
   return jax.jit(function, out_shardings=layouts).trace(*arguments)
@@ -205,7 +207,9 @@ def _train_step_arguments(
     layouts = jax.tree.map(lambda _: layout, changed)
     batch = batch.replace(**with_shardings(changed, layouts))
   if shape.pack is not None:
-    index = plan_shapes(mesh, shape.pack, shape.micro_rows)
+    index = plan_shapes(
+      mesh, shape.pack, shape.micro_rows, (shape.micro_rows, shape.length)
+    )
   else:
     size = spec.num_micro_batches, shape.micro_rows
     replicated = sharding.replicated(mesh)

@@ -50,8 +50,8 @@ def compute_outputs(
     **options: Further options of `model.policy_outputs`.
 
   Returns:
-    Outputs `[B, T]`. They are 0 for padding and for prompt tokens shared with another
-    row.
+    Outputs `[B, T]`. They are 0 for padding and for tokens of a prompt that is shared
+    with another row without a tree.
   """
   if packed_rows is None:
     options |= _present_options(topk_ids, routed_experts, images)
@@ -100,7 +100,10 @@ def _compute_packed_outputs(
     return model.constrain(slots, 'batch', 'length', *(None,) * (x.ndim - 2))
 
   packed_tokens = pack(tokens)
-  options |= _attention_options(model, packed_rows, segment_ids)
+  if packed_rows.tree is None:
+    options |= _attention_options(model, packed_rows, segment_ids)
+  else:
+    options |= {'tree': packed_rows.tree}
   topk_ids, routed_experts, images = more
   options |= _present_options(
     None if topk_ids is None else pack(topk_ids),

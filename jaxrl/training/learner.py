@@ -34,6 +34,7 @@ from kernels.dispatch import platform_of
 
 if TYPE_CHECKING:
   from jaxrl.training.checkpointing import Checkpointer
+  from jaxrl.training.self_teacher_scoring import SelfTeacherScorer
   from jaxrl.training.teacher_scoring import Teachers
 
 log = logging.getLogger(__name__)
@@ -97,7 +98,6 @@ class Learner:
     self.temperature = temperature
     self.seed = seed
     self.step = 0
-    self.teachers = teachers
     self._device_thread = device_thread or DeviceThread('learner')
     self._monitor = UpdateMonitor(options.logprob_mismatch_warn)
     self._staleness_limit = staleness_limit
@@ -128,8 +128,11 @@ class Learner:
     )
     self._compiled_shapes: set[BatchShape] = set()
     self._is_warm = False
-    _check_teachers(self._spec, teachers)
-    _check_params(self._spec, self.mesh, params)
+    batch_sizes = num_rows, options, max(length_buckets)
+    self.teachers = teachers or _make_self_teacher(
+      self._spec, self.mesh, *batch_sizes, temperature
+    )
+    train_state.check_params(self._spec, self.mesh, params)
     self._inference_params = InferenceParams(self._spec, self.mesh)
     self._state = train_state.init_train_state(self._spec, self.mesh, params)
     self._advantages: jax.Array | None = None
@@ -524,6 +527,7 @@ class Learner:
     if self.teachers is not None:
       if batch.patch_rows is not None:
         raise ValueError('teachers see no images, and the rows of this batch have some')
+      self._ref_params = self.teachers.follow(self.params, self._ref_params)
       batch = batch.replace(**self.teachers.score(batch, groups))
     if advantage_step is None:
       return batch, {}, {}
@@ -577,23 +581,14 @@ def _check_positive(**counts: int) -> None:
       raise ValueError(f'{name}={value} must be at least 1')
 
 
-def _check_teachers(spec: StepSpec, teachers: 'Teachers | None') -> None:
-  if spec.teacher_fields and teachers is None:
+def _make_self_teacher(spec: StepSpec, *arguments: Any) -> 'SelfTeacherScorer | None':
+  if spec.algorithm.self_teacher is not None:
+    from jaxrl.training import self_teacher_scoring  # few algorithms have one
+
+    return self_teacher_scoring.make_self_teacher(spec, *arguments)
+  if spec.teacher_fields:
     raise ConfigError(
       f'this algorithm reads {", ".join(spec.teacher_fields)}, and there is no '
       'teacher to give them: set teacher.checkpoint'
     )
-
-
-def _check_params(spec: StepSpec, mesh: Mesh, params: Params) -> None:
-  """Raises ValueError, naming the parameter, if `params` do not fit the model."""
-  if spec.algorithm.value_loss and not spec.model.config.value_head:
-    raise ValueError('this algorithm trains a critic: set value_head=True in the model')
-  expected = train_state.flat_shapes(train_state.params_shapes(spec, mesh))
-  actual = train_state.flat_shapes(params)
-  for name in sorted(expected.keys() | actual.keys()):
-    if expected.get(name) != actual.get(name):
-      raise ValueError(
-        f'parameter {name}: the model needs shape {expected.get(name)}, '
-        f'given is {actual.get(name)}'
-      )
+  return None

@@ -343,6 +343,10 @@ def recompile_reason(shape: BatchShape, compiled: Collection[BatchShape]) -> str
       )
     if shape.pack.rows not in {pack.rows for pack in packs}:
       reasons.append(f'micro-batches of {shape.pack.rows} packed rows')
+    if shape.pack.tree not in {pack.tree for pack in packs}:
+      reasons.append(
+        'rows that share tokens ' + ('in trees' if shape.pack.tree else 'without trees')
+      )
   if not reasons and shape.micro_rows not in {other.micro_rows for other in compiled}:
     reasons.append(f'micro-batches of {shape.micro_rows} rows')
   return '; '.join(reasons) or 'another combination of rows, length and micro-batches'

@@ -64,6 +64,10 @@ class TeacherModel(Protocol):
     ...
 
 
+# Teachers of the same rows, with weights that sum up to 1.
+WeightedTeachers = Sequence[tuple[TeacherModel, float]]
+
+
 @dataclasses.dataclass(frozen=True, eq=False)
 class ShardedTeacher:
   """A teacher on the mesh.
@@ -77,8 +81,15 @@ class ShardedTeacher:
   params: Params
 
 
+_PlacedTerms = tuple[tuple[ShardedTeacher, float], ...]
+
+
 class Teachers:
   """Scores the teacher fields of a batch, each row with its tag's teacher.
+
+  Several teachers of a tag have weights w_k. Their log-prob of a token is the mean
+  Σ w_k·log π_k, so that the gap to the student's is what the weighted sum of the
+  divergences KL(student‖teacher_k) asks for at the sampled token.
 
   If all rows have the fields in their `extras`, by name, these are used; if there is no
   teacher at all, all rows must have them.
@@ -98,14 +109,15 @@ class Teachers:
     chunk_rows: Rows scored at once.
 
   Raises:
-    ConfigError: A tag has no teacher, or a teacher's vocabulary is smaller than top-k.
+    ConfigError: A tag has no teacher, a teacher's vocabulary is smaller than top-k, or
+      several teachers of a tag are asked for their likeliest tokens.
   """
 
   def __init__(
     self,
     algorithm: Algorithm,
-    default: TeacherModel | None = None,
-    by_tag: Mapping[str, TeacherModel] | None = None,
+    default: TeacherModel | WeightedTeachers | None = None,
+    by_tag: Mapping[str, TeacherModel | WeightedTeachers] | None = None,
     *,
     mesh: Mesh,
     chunk_rows: int,
@@ -118,18 +130,29 @@ class Teachers:
     self.chunk_rows = -(-chunk_rows // multiple) * multiple
     self._mesh = mesh
     self._temperature = float(temperature)
-    by_tag = by_tag or {}
+    weighted = {tag: _with_weights(each) for tag, each in (by_tag or {}).items()}
+    usual = _with_weights(default) if default else None
+    several = (usual or (), *weighted.values())
+    if self.top_k and any(len(terms) > 1 for terms in several):
+      raise ConfigError(
+        'several teachers of the same rows have no likeliest tokens in common, which '
+        'this algorithm compares: name one teacher for each tag, or take an algorithm '
+        'that asks for the log-probs of the sampled tokens, such as on_policy_distill'
+      )
     static_algorithm = requirements.split_hparams(algorithm)[0]
-    sharded = {
-      id(teacher): self._shard(teacher, static_algorithm)
-      for teacher in (default, *by_tag.values())
-      if teacher
-    }
-    self._default = sharded[id(default)] if default else None
-    self._by_tag = {tag: sharded[id(teacher)] for tag, teacher in by_tag.items()}
+    sharded: dict[int, ShardedTeacher] = {}
+    for teacher, _ in (term for terms in several for term in terms):
+      if id(teacher) not in sharded:
+        sharded[id(teacher)] = self._shard(teacher, static_algorithm)
     self._teachers = list(sharded.values())
+
+    def place(terms: WeightedTeachers) -> _PlacedTerms:
+      return tuple((sharded[id(teacher)], weight) for teacher, weight in terms)
+
+    self._default = place(usual) if usual else None
+    self._by_tag = {tag: place(terms) for tag, terms in weighted.items()}
     for tag in tags if self._teachers else ():
-      self._teacher_of(tag)
+      self._teachers_of(tag)
 
   def _shard(self, teacher: TeacherModel, algorithm: Algorithm) -> ShardedTeacher:
     vocab_size = teacher.model.config.vocab_size
@@ -162,7 +185,7 @@ class Teachers:
 
     def field_shape(name: str) -> jax.ShapeDtypeStruct:
       top_k = (self.top_k,) if name in batch_fields.TOPK_FIELDS else ()
-      dtype = jnp.int32 if name == 'teacher_topk_ids' else jnp.float32
+      dtype = batch_fields.FIELD_DTYPES.get(name, jnp.int32)
       return jax.ShapeDtypeStruct((rows, length, *top_k), dtype, sharding=layout)
 
     return {name: field_shape(name) for name in self.fields}
@@ -192,6 +215,10 @@ class Teachers:
       for i, teacher in enumerate(self._teachers if self.fields else (), 1)
     }
 
+  def follow(self, params: Params, ref_params: Params | None) -> Params | None:
+    """Returns the reference as it is: these teachers do not follow their student."""
+    return ref_params
+
   def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
     """Computes the teacher fields of a batch.
 
@@ -212,10 +239,11 @@ class Teachers:
       arrays = teacher_fields_from_data(rows, self.field_shapes(num_rows, length))
       layout = sharding.rows_sharding(self._mesh)
       return jax.tree.map(lambda x: sharding.put_array(x, layout), arrays)
-    rows_of_teacher: dict[int, list[int]] = {}
+    rows_of_teacher: dict[int, list[tuple[int, float]]] = {}
     for i, row in enumerate(rows):
-      teacher = self._teacher_of(row.tag, f' of row {row.trajectory_id}')
-      rows_of_teacher.setdefault(self._teachers.index(teacher), []).append(i)
+      for teacher, weight in self._teachers_of(row.tag, f' of row {row.trajectory_id}'):
+        which = self._teachers.index(teacher)
+        rows_of_teacher.setdefault(which, []).append((i, weight))
     is_whole = not any(SEGMENT_LENGTHS_KEY in row.extras for row in rows)
     fields = None
     for which, indices in rows_of_teacher.items():
@@ -224,17 +252,19 @@ class Teachers:
       fields = make_zeros() if fields is None else fields
       for first in range(0, len(indices), self.chunk_rows):
         index = np.full(self.chunk_rows, -1, np.int32)
+        weights = np.zeros(self.chunk_rows, np.float32)
         chunk = indices[first : first + self.chunk_rows]
-        index[: len(chunk)] = chunk
-        fields = score(teacher.params, batch.tokens, batch.segment_ids, index, fields)
+        index[: len(chunk)], weights[: len(chunk)] = zip(*chunk, strict=True)
+        arrays = batch.tokens, batch.segment_ids, index, weights
+        fields = score(teacher.params, *arrays, fields)
     assert fields is not None  # a batch has rows
     return fields
 
-  def _teacher_of(self, tag: str, of_row: str = '') -> ShardedTeacher:
-    teacher = self._by_tag.get(tag, self._default)
-    if teacher is None:
+  def _teachers_of(self, tag: str, of_row: str = '') -> _PlacedTerms:
+    terms = self._by_tag.get(tag, self._default)
+    if terms is None:
       raise missing_teacher_error(f'{tag!r}{of_row}', tag, self._by_tag)
-    return teacher
+    return terms
 
   def _compiled(
     self, teacher: ShardedTeacher, rows: int, length: int, is_whole: bool = True
@@ -250,6 +280,10 @@ class Teachers:
     shapes = tuple(self.field_shapes(rows, length).items())
     score = _compile_score(spec, self._mesh, self.chunk_rows, self._temperature, shapes)
     return _compile_zeros(shapes), score
+
+
+def _with_weights(teacher: TeacherModel | WeightedTeachers) -> WeightedTeachers:
+  return teacher if isinstance(teacher, Sequence) else ((teacher, 1.0),)
 
 
 def has_teacher_fields(
@@ -330,7 +364,7 @@ def _compile_score(
 def _trace_score(
   spec: StepSpec, mesh: Mesh, chunk_rows: int, temperature: float, shapes: _FieldShapes
 ) -> Any:
-  """Traces (params, tokens, segment_ids, index, fields) → fields.
+  """Traces (params, tokens, segment_ids, index, weights, fields) → fields.
 
   The rows `index` of the fields are set.
   """
@@ -340,14 +374,17 @@ def _trace_score(
   index = jax.ShapeDtypeStruct(
     (chunk_rows,), jnp.int32, sharding=sharding.replicated(mesh)
   )
+  weights = jax.ShapeDtypeStruct(
+    (chunk_rows,), jnp.float32, sharding=sharding.replicated(mesh)
+  )
   topk = fields.get('teacher_topk_ids')
   function = functools.partial(
     _score, spec.model, 0 if topk is None else topk.shape[2], temperature
   )
   layouts = {name: x.sharding for name, x in shapes}
-  jitted = jax.jit(function, donate_argnums=4, out_shardings=layouts)
+  jitted = jax.jit(function, donate_argnums=5, out_shardings=layouts)
   params = train_state.params_shapes(spec, mesh)
-  return jitted.trace(params, tokens, tokens, index, fields)
+  return jitted.trace(params, tokens, tokens, index, weights, fields)
 
 
 def _score(
@@ -358,9 +395,13 @@ def _score(
   tokens: Array,
   segment_ids: Array,
   index: Array,
+  weights: Array,
   fields: dict[str, Array],
 ) -> dict[str, Array]:
-  """Scores rows `index` `[R]` of tokens and segment_ids `[B, T]`; −1 is no row."""
+  """Scores rows `index` `[R]` of tokens and segment_ids `[B, T]`; −1 is no row.
+
+  The log-probs of the rows' tokens are added, times weights `[R]`.
+  """
   is_row = index >= 0
   rows = jnp.maximum(index, 0)
   outputs = model.policy_outputs(
@@ -374,8 +415,12 @@ def _score(
     'teacher_logprobs': outputs.logprobs,
     'teacher_topk_ids': outputs.topk_ids,
     'teacher_topk_logprobs': outputs.topk_logprobs,
+    'teacher_mask': jnp.ones_like(outputs.logprobs, bool),
   }
   target = jnp.where(is_row, index, len(tokens))  # beyond the end: dropped
+  if 'teacher_logprobs' in fields:
+    earlier = jnp.where(is_row[:, None], fields['teacher_logprobs'][rows], 0)
+    scored['teacher_logprobs'] = earlier + weights[:, None] * outputs.logprobs
   return {
     name: field.at[target].set(scored[name], mode='drop')
     for name, field in fields.items()

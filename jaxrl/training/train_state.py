@@ -175,9 +175,34 @@ def reference_shapes(spec: StepSpec, mesh: Mesh) -> Params | None:
 
   With LoRA these are its adapters: everything else is shared with the learner.
   """
-  if 'ref_logprobs' not in spec.scored_fields:
+  teacher = spec.algorithm.self_teacher
+  has_own = teacher is not None and teacher.params != 'live'
+  if 'ref_logprobs' not in spec.scored_fields and not has_own:
     return None
   return lora.trainable_params(spec.model.config, params_shapes(spec, mesh))
+
+
+def check_params(spec: StepSpec, mesh: Mesh, params: Params) -> None:
+  """Checks that parameters fit the model.
+
+  Args:
+    spec: What the model belongs to.
+    mesh: The devices that they are split over.
+    params: The parameters, or their shapes.
+
+  Raises:
+    ValueError: They do not, naming the parameter.
+  """
+  if spec.algorithm.value_loss and not spec.model.config.value_head:
+    raise ValueError('this algorithm trains a critic: set value_head=True in the model')
+  expected = flat_shapes(params_shapes(spec, mesh))
+  actual = flat_shapes(params)
+  for name in sorted(expected.keys() | actual.keys()):
+    if expected.get(name) != actual.get(name):
+      raise ValueError(
+        f'parameter {name}: the model needs shape {expected.get(name)}, '
+        f'given is {actual.get(name)}'
+      )
 
 
 def init_train_state(spec: StepSpec, mesh: Mesh, params: Params) -> TrainState:

@@ -5,6 +5,7 @@ bring its outputs. `teacher.by_tag.NAME` is that of an environment tag's own tea
 """
 
 import dataclasses
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jax.sharding import Mesh
@@ -15,7 +16,7 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface
 from jaxrl.options import error_prefix
-from jaxrl.training.teacher_scoring import Teachers
+from jaxrl.training.teacher_scoring import Teachers, WeightedTeachers
 from launch.settings.run_settings import (
   RunSettings,
   teacher_key,
@@ -34,7 +35,8 @@ def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
   Raises:
     ConfigError: For a folder that holds no such thing.
   """
-  tag, name = next(iter(settings.teacher.folders.items()))
+  tag, terms = next(iter(settings.teacher.weighted.items()))
+  name, _ = terms[0]
   with error_prefix(f'{teacher_key(tag)}={name}', OSError):
     folder = hub.find_checkpoint(name)
     return load_tokenizer(folder), huggingface.load_config(folder).vocab_size
@@ -45,15 +47,18 @@ class TeacherSet:
   """Holds the teachers of a run, not yet on the devices.
 
   Attributes:
-    policies: Teachers by environment tag; '' stands for all other tags.
+    policies: Teachers with their weights by environment tag; '' stands for all other
+      tags.
   """
 
-  policies: dict[str, LoadedModel]
+  policies: dict[str, WeightedTeachers]
 
   def describe(self) -> str:
     """Names the teachers in one line."""
     names = (
-      f'{policy.folder}{tag and f" for {tag}"}' for tag, policy in self.policies.items()
+      f'{policy.folder}{f" × {weight:g}" * (weight < 1)}{tag and f" for {tag}"}'
+      for tag, policies in self.policies.items()
+      for policy, weight in policies
     )
     return ', '.join(names) or 'what comes with the data'
 
@@ -97,8 +102,9 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
     ConfigError: For a folder that holds no model, or one of another vocabulary.
   """
   loaded: dict[str, LoadedModel] = {}
-  folders = settings.teacher.folders
-  for tag, folder in folders.items():
+  weighted = settings.teacher.weighted
+  named = ((tag, folder) for tag, terms in weighted.items() for folder, _ in terms)
+  for tag, folder in named:
     if folder not in loaded:
       key = teacher_key(tag)
       policy = model_loading.load_model(
@@ -110,4 +116,19 @@ def load_teachers(settings: RunSettings, student: LoadedModel) -> TeacherSet:
         key=key,
       )
       loaded[folder] = model_loading.match_vocabulary(policy, student, key)
-  return TeacherSet({tag: loaded[folder] for tag, folder in folders.items()})
+  return TeacherSet(with_models(weighted, loaded))
+
+
+def with_models(
+  weighted: Mapping[str, Sequence[tuple[str, float]]], models: Mapping[str, Any]
+) -> dict[str, WeightedTeachers]:
+  """Puts models in the place of their folders.
+
+  Args:
+    weighted: Folders and weights by tag.
+    models: Models by folder.
+  """
+  return {
+    tag: tuple((models[folder], weight) for folder, weight in terms)
+    for tag, terms in weighted.items()
+  }

@@ -45,6 +45,7 @@ class RunCost:
     limit: Bytes of each device that the learner may use.
     phase: The phase with the highest peak: 'publish' or the name of a program.
     num_parallel: Micro-batches that an update processes at the same time.
+    in_trees: Whether packed rows share tokens in trees.
     scorings_per_teacher: How often a step runs each teacher's program.
     num_small_programs: Programs compiled in addition, whose costs are negligible.
     peaks: Bytes of the fullest device, by phase.
@@ -60,6 +61,7 @@ class RunCost:
   limit: float
   phase: str
   num_parallel: int = 1
+  in_trees: bool = False
   scorings_per_teacher: int = 0
   num_small_programs: int = 0
   peaks: dict[str, float] = dataclasses.field(default_factory=dict)
@@ -142,6 +144,7 @@ def estimate_cost(
     phase=phase,
     peaks=peaks,
     num_parallel=num_parallel,
+    in_trees=shape.pack is not None and shape.pack.tree,
     scorings_per_teacher=_scorings_per_teacher(
       learner, shape.rows, len(teacher_programs)
     ),
@@ -243,7 +246,8 @@ def program_memory(
   resident_arguments += ('optimizer state',) if is_update else ('reference',)
   resident_argument_bytes = sum(resident[name] for name in resident_arguments)
   if program.name.startswith('teacher'):
-    resident_argument_bytes = resident['teachers']
+    own = resident['parameters'] + resident['reference']  # of its own teacher
+    resident_argument_bytes = resident['teachers'] or own
   gradients = min(program.temporaries, gradient_bytes) if is_update else 0.0
   return {
     **resident,

@@ -184,6 +184,11 @@ def list_assumptions(report: PlanReport) -> list[str]:
       f'{run_cost.num_parallel} micro-batches of an update are done at once, each in '
       'memory of its own; the train program is that of one after the other'
     )
+  if run_cost.in_trees:
+    lines.append(
+      'packed rows are trees: the rows of an episode, of which each continues the one '
+      'before, count as one'
+    )
   if report.decode is not None:
     count = cost.num_engines(run)
     lines.append(

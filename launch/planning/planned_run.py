@@ -181,7 +181,8 @@ def cast_shapes(shapes: Params, dtype: str | None) -> Params:
 def teacher_shapes(settings: RunSettings) -> dict[str, ModelConfig]:
   """Returns the shapes of the teachers by folder; several tags may share one."""
   shapes = {}
-  for folder in settings.teacher.folders.values():
+  weighted = settings.teacher.weighted.values()
+  for folder in (folder for terms in weighted for folder, _ in terms):
     shape, _ = model_shape(folder, 'teacher.checkpoint')
     assert shape is not None  # each is named
     shapes[folder] = shape
@@ -190,7 +191,7 @@ def teacher_shapes(settings: RunSettings) -> dict[str, ModelConfig]:
 
 def _teachers(run: PlannedRun) -> teacher_set.TeacherSet | None:
   """Returns the teachers; their vocabularies are cut to the student's."""
-  if not batch_fields.teacher_fields(run.algorithm):
+  if not batch_fields.asks_other_models(run.algorithm):
     return None
   policies, size = {}, run.shape.vocab_size
   for folder, shape in teacher_shapes(run.settings).items():
@@ -199,10 +200,8 @@ def _teachers(run: PlannedRun) -> teacher_set.TeacherSet | None:
         f'teacher {folder}: its table has {shape.vocab_size} rows; {size} are needed'
       )
     policies[folder] = run.policy(shape.replace(vocab_size=size))
-  folders = run.settings.teacher.folders
-  return teacher_set.TeacherSet(
-    {tag: policies[folder] for tag, folder in folders.items()}
-  )
+  weighted = run.settings.teacher.weighted
+  return teacher_set.TeacherSet(teacher_set.with_models(weighted, policies))
 
 
 def make_learner(

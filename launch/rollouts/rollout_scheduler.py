@@ -259,7 +259,7 @@ class RolloutScheduler:
 
   def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
     settings = self._settings
-    return {
+    options = {
       **settings.env[tag].episode,
       'row_format': tag_row_format(settings, tag),
       **settings.rollout.sampling,
@@ -267,6 +267,11 @@ class RolloutScheduler:
       'max_length': settings.batch.max_length,
       **changes,
     }
+    if settings.algorithm.self_teacher is not None:
+      from launch.rollouts import self_teachers  # few algorithms have one
+
+      options = self_teachers.manager_options(settings) | options
+    return options
 
   async def start(
     self, states: Mapping[str, Any], num_groups: int
@@ -298,10 +303,13 @@ class RolloutScheduler:
     )
 
   def _queue(self, tag: str) -> Any:
-    filter_and_shaper = make_filter_and_shaper(self._settings, tag)
-    return self._runtime.spawn(
-      GroupQueue, *filter_and_shaper, **self._queue_options(tag)
-    )
+    group_filter, shaper = make_filter_and_shaper(self._settings, tag)
+    if self._settings.algorithm.self_teacher is not None:
+      from launch.rollouts import self_teachers  # few algorithms have one
+
+      shaper = self_teachers.add_prompts(self._settings, self._policy.folder, shaper)
+    options = self._queue_options(tag)
+    return self._runtime.spawn(GroupQueue, group_filter, shaper, **options)
 
   def _queue_options(self, tag: str) -> dict[str, Any]:
     rollout = self._settings.rollout

@@ -115,7 +115,7 @@ class LearnerActor:
       **settings.compute_options,
     )
     teachers = None
-    if batch_fields.teacher_fields(settings.algorithm):
+    if batch_fields.asks_other_models(settings.algorithm):
       # Imported here because only algorithms that distil have teachers.
       from launch.learner.teacher_set import load_teachers
 

@@ -57,6 +57,7 @@ FAMILIES = {
   'turns': 'Reinforcement: turns and episodes of their own worth',
   'expert': "Reinforcement beside an expert's rows",
   'teacher': 'A teacher at hand',
+  'self': 'The policy as its own teacher, which is shown more',
   'files': 'From files of answers',
   'pairs': 'From files of preferences',
 }
@@ -99,6 +100,8 @@ def family(algorithm: Algorithm) -> str:
   reads = requirements.fields_read(algorithm)
   if algorithm.data_format == 'preference':
     return 'pairs'
+  if algorithm.self_teacher is not None:
+    return 'self'
   if {'teacher_logprobs', 'teacher_topk'} & requirements.needs(algorithm):
     return 'teacher'
   if algorithm.data_format != 'rollout':
@@ -298,6 +301,8 @@ def _algorithm_lines(spec: str) -> Iterator[str]:
   }
   shown += [f'{setting} {value}' for setting, value in extra.items() if value]
   needs = [NEEDS.get(need, need) for need in sorted(requirements.needs(made))]
+  if made.self_teacher is not None:
+    needs = [f'its own log-probs after another prompt, {made.self_teacher.context}']
   yield from ('', *_fold('runs with', ' · '.join(shown)))
   yield from _fold('needs', ' · '.join(needs) or 'nothing more')
   yield from ('', *SYMBOLS.splitlines())

@@ -277,6 +277,13 @@ KINDS: tuple[ComponentKind, ...] = (
     other_names=('none',),
   ),
   ComponentKind(
+    'teacher_context',
+    ('algorithm.context',),
+    'says what the policy is shown when it teaches itself',
+    _table('jaxrl.rollout.queue.teacher_contexts:TEACHER_CONTEXTS'),
+    _derives('jaxrl.rollout.queue.teacher_contexts:TeacherContext'),
+  ),
+  ComponentKind(
     'env',
     ('env.*.env_type', 'env.*.env_config.env_type'),
     'the environment that the model plays',

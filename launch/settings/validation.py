@@ -392,6 +392,9 @@ def validate_teachers(settings: RunSettings) -> None:
         )
     return
   batch_fields.teacher_top_k(settings.algorithm)
+  if settings.algorithm.self_teacher is not None:
+    _validate_self_teacher(settings)
+    return
   if not teacher.named:
     raise ConfigError(
       f'algorithm {name} needs a teacher: set {TEACHER_CHECKPOINT}=FOLDER'
@@ -408,6 +411,46 @@ def validate_teachers(settings: RunSettings) -> None:
         from jaxrl.training.teacher_scoring import missing_teacher_error
 
         raise missing_teacher_error(repr(tag), tag, teacher.folders)
+
+
+def _validate_self_teacher(settings: RunSettings) -> None:
+  """Checks that a run can have the self-teacher of its algorithm.
+
+  Raises:
+    ConfigError: For another teacher, rows from a store, episodes of several turns, or
+      a context that cannot be.
+  """
+  name, teacher = settings.algorithm_name, settings.algorithm.self_teacher
+  assert teacher is not None
+  for tag, folder in {
+    '': settings.teacher.checkpoint,
+    **settings.teacher.by_tag,
+  }.items():
+    if folder:
+      raise ConfigError(
+        f'{teacher_key(tag)}={folder}: has no effect here: with algorithm {name} the '
+        'policy is its own teacher'
+      )
+  if settings.experience_store is not None:
+    raise ConfigError(
+      f'algorithm {name}: groups from a store do not bring what its teacher is shown: '
+      'play them in this run'
+    )
+  for tag in settings.training_tags:
+    env = settings.env[tag]
+    if env.episode['max_steps'] > 1:
+      raise ConfigError(
+        f'--config.env.{tag}.max_steps={env.episode["max_steps"]}: with algorithm '
+        f'{name} the policy teaches itself single replies: set 1'
+      )
+  from jaxrl.rollout.queue import teacher_contexts
+
+  try:
+    teacher_contexts.task_keys(teacher.context)
+  except ValueError as error:
+    raise ConfigError(
+      f'--config.algorithm.context={teacher.context}: {error}'
+    ) from error
 
 
 def _validate_store(settings: RunSettings) -> None:

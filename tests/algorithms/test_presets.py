@@ -65,6 +65,16 @@ PRESETS = {
   'on_policy_distill': ('on_policy_distill', 'ppo_clip', 'token_mean', 8, None),
   'jsd': ('jsd', 'ppo_clip', 'token_mean', 8, None),
   'distill': (None, 'distill', 'token_mean', 1, None),
+  'opsd': (None, 'self_distill', 'token_mean', 1, None),
+  'sdft': (None, 'self_distill', 'sequence_mean_token_mean', 1, None),
+  'sdpo': (None, 'self_distill', 'token_mean', 8, None),
+  'process_grpo': (
+    'process_grpo',
+    'ppo_clip',
+    'sequence_mean_token_mean',
+    64,
+    PAPER_K3,
+  ),
   'gdpo': ('gdpo', 'ppo_clip', 'token_mean', 8, None),
   'hierarchical_grpo': ('hierarchical_grpo', 'ppo_clip', 'token_mean', 8, None),
   'optimal_token_baseline': (
@@ -133,12 +143,13 @@ def test_defaults_are_a_papers_only_where_the_paper_states_them():
   """And else the page says what differs from the paper.
 
   DeepSeekMath 4.2; Dr. GRPO, its scripts; DAPO 4.1; M2PO, its scripts; DPO, B; GSPO
-  5.1; GiGPO, its scripts; SAPO; TOPR.
+  5.1; GiGPO, its scripts; SAPO; TOPR; SDPO, its code.
   """
   provenance = {name: make_algorithm(name).provenance for name in PRESETS}
   names = {name for name, whose in provenance.items() if whose == 'paper'}
   papers = {f'{name}_paper' for name in ('grpo', 'gspo', 'gigpo', 'sapo', 'topr')}
-  assert names == {'drgrpo', 'dapo', 'm2po', 'dpo', *papers}
+  others = {'drgrpo', 'dapo', 'm2po', 'dpo', 'process_grpo', 'sdpo'}
+  assert names == {*others, *papers}
   for name in set(PRESETS) - names:
     text = (inspect.getdoc(registry.builder(name)) or '').partition('Args:')[0]
     assert 'paper' in text, f'{name}: say what differs from the paper'
@@ -163,7 +174,7 @@ def test_defaults_are_another_packages_only_where_it_has_them():
 
 PACKAGES = {
   'verl': {'dppo_tv', 'clip_cov', 'kl_cov', 'optimal_token_baseline'},
-  'trl': {'gmpo', 'vespo', 'luspo'},
+  'trl': {'gmpo', 'vespo', 'luspo', 'sdft'},
   'prime-rl': {'probability_band'},
 }
 
@@ -211,6 +222,11 @@ PACKAGES = {
     ('on_policy_distill', 'advantage', {'coef': 1.0}),
     ('jsd', 'advantage', {'beta': 0.5, 'coef': 1.0}),
     ('distill', 'policy_loss', {'kind': 'forward', 'top_k': 64, 'skew': 0.1}),
+    ('opsd', 'policy_loss', {'alpha': 0.5, 'tail': False, 'is_clip': None}),
+    ('sdft', 'policy_loss', {'alpha': 0.5, 'top_k': 100, 'tail': False}),
+    ('sdft', 'policy_loss', {'is_clip': 2.0}),
+    ('sdpo', 'policy_loss', {'alpha': 0.5, 'top_k': 100, 'tail': True}),
+    ('sdpo', 'policy_loss', {'is_clip': 2.0}),
   ],
 )
 def test_parts_have_the_papers_numbers(name, slot, options):
@@ -240,7 +256,23 @@ FILES = {
   'ipo': ('preference', 'pair'),
   'distill': ('messages', 'row'),
 }
-RL = sorted(set(PRESETS) - set(FILES))
+# How the policy teaches itself: parameters, share of the student, and whose tokens.
+SELF_TAUGHT = {
+  'opsd': ('solution', 'initial', 'teacher'),
+  'sdft': ('demonstration', 'initial', 'student'),
+  'sdpo': ('sibling', 'ema', 'student'),
+}
+RL = sorted(set(PRESETS) - set(FILES) - set(SELF_TAUGHT))
+
+
+@pytest.mark.parametrize('name', PRESETS)
+def test_who_teaches_itself(name):
+  teacher = make_algorithm(name).self_teacher
+  read = teacher and (teacher.context.name, teacher.params, teacher.support)
+  assert read == SELF_TAUGHT.get(name)
+  if name == 'sdpo':
+    assert teacher.update_rate == 0.05
+    assert teacher.context.options == {'min_reward': 0.5, 'feedback': 'feedback'}
 
 
 @pytest.mark.parametrize('name', PRESETS)
@@ -290,6 +322,7 @@ def test_parts_fit_together_and_push_the_right_way(name):
     'role_ids': 0 * ids,
     'reward_terms': jnp.array([[1.0, 0], [0, 0], [0, 1], [1, 1]]),
     'reward_weights': jnp.ones((4, 2)),
+    'step_ends': jnp.ones((4, 2), bool),
     'state': requirements.init_state(algorithm).get('advantage'),
     'weights_version': jnp.zeros((4, 2), jnp.int32),
   }

@@ -36,6 +36,7 @@ PAGES = {
 }
 # Single blocks, by their page and first line, and the tests that run them.
 BLOCKS = {
+  ('docs/distillation.md', '# lab/hint_context.py'): 'tests/launch/test_teachers.py',
   ('docs/environments.md', '# two_sources.py'): 'tests/launch/test_env_datasets.py',
   ('docs/environments.md', '# quiz_env.py'): 'tests/launch/test_environment_docs.py',
   ('docs/environments.md', 'python -m launch.play --config=quiz_env.py'): (

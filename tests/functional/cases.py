@@ -61,6 +61,9 @@ ADVANTAGES = [
   advantage('rloo', steps=True),
   advantage('gdpo'),
   advantage('gdpo', whiten=False, steps=True),
+  advantage('process_grpo'),
+  advantage('process_grpo', steps=True),
+  advantage('process_grpo', steps=True, scale_by_std=False),
   advantage('optimal_token_baseline'),
   advantage('rae', steps=True),
   advantage('rae', decay=0.5),
@@ -204,6 +207,9 @@ DISTILL = [
   ),
   loss('distill', kind='skewed', skew=0.5, top_k=2),
   loss('distill', kind='adaptive', head=0.8, top_k=3),
+  *(loss('self_distill', alpha=alpha) for alpha in (0.0, 0.3, 1.0)),
+  loss('self_distill', alpha=0.5, tail=False),
+  loss('self_distill', alpha=0.7, top_k=2, is_clip=None),
 ]
 KLS = [
   small(kl, 'k1'),

@@ -205,6 +205,7 @@ def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   weights = np.array([1.0, 0.5, -0.25], np.float32)
   columns['reward_weights'] = np.tile(weights, (ROWS, 1))
   columns['state'] = columns['state'] | {'baseline': np.float32(rng.normal(size=8))}
+  columns['step_ends'] = rng.random((ROWS, TOKENS)) < 0.4
   columns['weights_version'] = np.where(columns['mask'], version, -1).astype(np.int32)
   return columns
 
@@ -225,6 +226,7 @@ def _further(rng) -> dict[str, Any]:
     'ref_logits': near[1],
     'topk_logprobs': dealt[0][..., : WORDS - 2],
     'teacher_topk_logprobs': dealt[1][..., : WORDS - 2],
+    'teacher_mask': np.broadcast_to(np.arange(ROWS)[:, None] % 3 > 0, (ROWS, TOKENS)),
     'lengths': 1.0 * rng.integers(0, 12, ROWS),
     'beta': rng.random(),
     'kl': rng.exponential() * rng.choice([0.1, 6, 50]),

@@ -140,3 +140,27 @@ def a3po(c, o):
   bounds = {'clip_low': o.get('clip_low', 0.2), 'clip_high': o.get('clip_high', 0.2)}
   loss = ppo_clip(c | {'old_logprobs': prox}, bounds | {'dual_clip': None})
   return np.where(weight > o.get('cap', 5.0), 0, weight * loss)
+
+
+def self_distill(c, o):
+  def complete(logprobs):
+    p = np.exp(logprobs[..., : o.get('top_k')])
+    total = p.sum(axis=-1, keepdims=True)
+    if not o.get('tail', True):
+      return p / total
+    rest = largest(1 - total, -np.expm1(-1e-7) + 0 * total)
+    return np.concatenate([p, rest], axis=-1)
+
+  def divergence(a, b):
+    return np.sum(a * np.log(a / b), axis=-1)
+
+  s, t = complete(c['topk_logprobs']), complete(c['teacher_topk_logprobs'])
+  alpha, is_clip = o.get('alpha', 0.5), o.get('is_clip', 2.0)
+  if alpha in (0, 1):
+    loss = divergence(s, t) if alpha else divergence(t, s)
+  else:
+    m = alpha * t + (1 - alpha) * s
+    loss = alpha * divergence(t, m) + (1 - alpha) * divergence(s, m)
+  if is_clip is not None:
+    loss = loss * np.minimum(sg(cexp(c['logprobs'] - c['old_logprobs'])), is_clip)
+  return _masked(np.where(c['teacher_mask'], loss, 0), c)

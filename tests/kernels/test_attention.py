@@ -58,6 +58,34 @@ def test_a_prefix_is_seen_beside_the_own_segment(block, stretches):
     np.testing.assert_allclose(out[0, t, h], expected, atol=1e-5)
 
 
+@pytest.mark.parametrize('block, stretches', [(12, 1), (4, 8), (2, 1)])
+@pytest.mark.parametrize('window', [0, 3])
+def test_a_query_of_a_tree_sees_the_keys_that_it_descends_from(
+  block, stretches, window
+):
+  """0 to 2, which 3 and 4, then 5, then 6 to 8 follow; 9 and 10 follow 5; padding."""
+  q = random(1, 12, 4, 6)
+  k, v = random(2, 1, 12, 2, 6, seed=1)
+  parents = [-1, 0, 1, 2, 3, 2, 5, 6, 7, 5, 9, -1]
+  seen = [[t] for t in range(12)]
+  for t, parent in enumerate(parents):
+    seen[t] = (seen[parent] if parent >= 0 else []) + [t]
+  ends = jnp.asarray([[11, 11, 11, 5, 5, 11, 9, 9, 9, 11, 11, 12]])
+  places = jnp.asarray([[len(path) - 1 for path in seen]])
+  args = [jnp.asarray(x, jnp.float32) for x in (q, k, v)]
+  run = functools.partial(reference_attention, block=block, stretches=stretches)
+  run, ids = functools.partial(run, window=window), jnp.ones((1, 12), jnp.int32)
+  out = jax.jit(run)(*args, ids, positions=places, key_ends=ends)
+  through_choice = attention(
+    *args, ids, positions=places, key_ends=ends, window=window, platform='gpu'
+  )
+  np.testing.assert_allclose(through_choice, out, atol=1e-5)
+  for t, h in np.ndindex(12, 4):
+    keys = seen[t][-window:]
+    expected = one_query(q[0, t, h], k[0, keys, h // 2], v[0, keys, h // 2])
+    np.testing.assert_allclose(out[0, t, h], expected, atol=1e-5)
+
+
 RULES = {'window': 3, 'softcap': 0.7, 'scale': 0.9}
 
 
@@ -106,6 +134,8 @@ def test_a_window_beside_shared_prompts_needs_positions():
   x, ids = jnp.zeros((1, 4, 2, 6)), jnp.ones((1, 4), jnp.int32)
   with pytest.raises(ValueError, match='needs the positions'):
     attention(x, x, x, ids, prefix_ids=ids, window=2)
+  with pytest.raises(ValueError, match='beside key_ends needs the positions'):
+    attention(x, x, x, ids, key_ends=ids, window=2)
 
 
 @pytest.mark.parametrize('ring', [8, 32])

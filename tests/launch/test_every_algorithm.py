@@ -55,6 +55,7 @@ def path_of(algorithm):
     algorithm.batch_unit,
     algorithm.old_logprobs_source,
     algorithm.init_state is None,
+    algorithm.self_teacher,
     frozenset(requirements.needs(algorithm)),
     frozenset(slot for slot in METRICS if getattr(algorithm, slot) is not None),
   )
@@ -74,7 +75,9 @@ NAMES = slow_except(FAST, one_for_each_path([*FAST, *registry.names()]))
 
 
 def asks_a_teacher(algorithm):
-  return any(need.startswith('teacher') for need in requirements.needs(algorithm))
+  return algorithm.self_teacher is None and any(
+    need.startswith('teacher') for need in requirements.needs(algorithm)
+  )
 
 
 @pytest.fixture(scope='session')

@@ -61,6 +61,20 @@ def test_memory_of_micro_batches_abreast_is_counted_for_each(uncompiled):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize('share', [None, False])
+def test_a_plan_of_single_turns_counts_the_program_of_trees(uncompiled, share):
+  run = small(
+    '--config=configs/quickstart.py:gigpo',
+    f'--config.batch.packing=first_fit(tokens=64, share_tree={share})',
+  )
+  target = targets.parse_target('cpu:1')
+  report = plan_report.make_report('small.py', run, target, jax.devices()[:1])
+  lines = plan_report.list_assumptions(report)
+  assert report.cost.in_trees == (share is None)
+  assert any('packed rows are trees' in line for line in lines) == (share is None)
+
+
+@pytest.mark.slow
 def test_a_plan_tells_of_micro_batches_abreast(uncompiled):
   run, _, _ = planned('first_fit(tokens=64, num_parallel=2)')
   report = plan_report.make_report(

@@ -1,6 +1,7 @@
 """Teachers by config: whom a run asks, and what it says when it cannot."""
 
 import json
+import re
 
 import jax
 import numpy as np
@@ -9,6 +10,8 @@ import pytest
 from jaxrl import model_loading
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.models import huggingface
+from jaxrl.options import OptionError
+from jaxrl.run_options import TeacherOptions
 from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
@@ -235,3 +238,61 @@ def test_a_file_may_bring_what_a_teacher_said(folder, tmp_path):
     losses.append([row['loss/policy'] for row in learned(recorder)])
   assert min(losses[0]) > 1e-3
   np.testing.assert_allclose(*losses, rtol=1e-3)
+
+
+def test_weights_of_teachers():
+  options = TeacherOptions(
+    checkpoint='/a b(weight=3) + org/c-d(weight=1)',
+    by_tag={'x': '/one+two'},
+  )
+  assert options.weighted == {
+    '': (('/a b', 0.75), ('org/c-d', 0.25)),
+    'x': (('/one+two', 1.0),),
+  }
+  for text in ('/a(weight=1) + /b', '/a(weight=0) + /b(weight=1)', '/a(weight=x)'):
+    with pytest.raises(OptionError, match='weight'):
+      TeacherOptions(checkpoint=text)
+
+
+@pytest.mark.slow
+def test_a_run_asks_several_teachers(folder, tmp_path):
+  """The student itself among them takes its share of the gap away."""
+  first = f'--config.teacher.checkpoint={folder}'
+  runs.record(tmp_path / 'a', *TINY, first, config=ASKS)
+  model = tmp_path / 'a' / 'model'
+  start = f'--config.model.checkpoint={model}'
+  spread = []
+  for name, text in (
+    ('b', f'{folder}'),
+    ('c', f'{folder}(weight=1) + {model}(weight=3)'),
+  ):
+    teacher = f'--config.teacher.checkpoint={text}'
+    recorder = runs.record(tmp_path / name, *TINY, start, teacher, config=ASKS)
+    spread.append(learned(recorder)[0]['advantage/std'])
+  assert spread[1] == pytest.approx(spread[0] / 4, rel=1e-3) and spread[0] > 0.01
+
+
+TAUGHT_BY_ITSELF = {
+  '--config.teacher.checkpoint=/nowhere': 'the policy is its own teacher',
+  '--config.env.arithmetic.max_steps=3': 'the policy teaches itself single replies',
+  '--config.algorithm.context=siblings()': "Did you mean 'sibling'?",
+  '--config.algorithm.kl_loss=k3': 'the moving average and the reference in one place',
+}
+
+
+@pytest.mark.parametrize('options', TAUGHT_BY_ITSELF, ids=lambda text: text[9:40])
+def test_what_a_policy_cannot_teach_itself_is_told(tmp_path, capsys, options):
+  error = refused(tmp_path, capsys, *TINY, options, config=f'{runs.VARIED}:sdpo')
+  assert TAUGHT_BY_ITSELF[options] in error
+
+
+def test_a_context_of_ones_own_is_a_class_in_a_file(tmp_path):
+  """That of docs/distillation.md, whose columns the rows bring."""
+  page = (runs.ROOT / 'docs' / 'distillation.md').read_text()
+  (code,) = re.findall(r'```python\n(.*?)```', page, re.DOTALL)
+  (tmp_path / 'hint_context.py').write_text(code)
+  context = f'--config.algorithm.context={tmp_path}/hint_context.py:Hint()'
+  options = (*TINY, context, '--config.num_steps=1', runs.ONE_LAYER)
+  recorder = runs.record(tmp_path / 'run', *options, config=f'{runs.VARIED}:sdft')
+  (row,) = learned(recorder)
+  assert row['policy/taught'] == 1 and row['optimizer/grad_norm'] > 0

@@ -15,7 +15,15 @@ class Bag(toy.Bigram):
   """The next token by the last one, its position and the mean of those before it."""
 
   def policy_outputs(
-    self, params, tokens, segment_ids, *, prefix_ids=None, positions=None, **options
+    self,
+    params,
+    tokens,
+    segment_ids,
+    *,
+    prefix_ids=None,
+    positions=None,
+    tree=None,
+    **options,
   ):
     table = params['bigram']['table']
     if positions is None:
@@ -27,11 +35,25 @@ class Bag(toy.Bigram):
       ..., None
     ]
     time = jnp.arange(tokens.shape[1])
-    seen = (mine | before) & (time[:, None] >= time)
+    seen = mine | before if tree is None else time[:, None] < tree.ends[:, None]
+    seen &= time[:, None] >= time
     seen = seen / jnp.maximum(seen.sum(-1, keepdims=True), 1)
     place = jnp.cos(positions[..., None] * jnp.arange(1.0, 65.0))
     logits = table[tokens] + place + 3 * seen @ table[tokens]
-    return self._score(params, tokens, segment_ids, logits[:, :-1], **options)
+    if tree is None:
+      return self._score(params, tokens, segment_ids, logits[:, :-1], **options)
+    # A row for the token before and one for its successor, side by side.
+    rows, length = tokens.shape
+    before = jnp.take_along_axis(tokens, jnp.maximum(tree.previous, 0), 1)
+    pairs = jnp.stack([before, tokens], -1).reshape(-1, 2)
+    ids = jnp.repeat(tree.previous.reshape(-1, 1) >= 0, 2, axis=1)
+    logits = jnp.take_along_axis(logits, jnp.maximum(tree.previous, 0)[..., None], 1)
+    if (topk := options.pop('topk_ids', None)) is not None:
+      topk = topk.reshape(-1, 1, topk.shape[-1])
+      options['topk_ids'] = jnp.concatenate([topk, topk], axis=1)
+    logits = logits.reshape(-1, 1, logits.shape[-1])
+    out = self._score(params, pairs, ids.astype(int), logits, **options)
+    return jax.tree.map(lambda x: x[:, 1].reshape(rows, length, *x.shape[2:]), out)
 
   def _score(
     self,

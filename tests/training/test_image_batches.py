@@ -113,6 +113,7 @@ async def plain():
 
 EXTENDED = pytest.mark.extended
 PACKED = {'packing': Packing(tokens=80, length=0, share_prefix=True)}
+TREES = {'packing': dataclasses.replace(PACKED['packing'], share_tree=True)}
 
 
 @pytest.mark.slow
@@ -120,6 +121,7 @@ PACKED = {'packing': Packing(tokens=80, length=0, share_prefix=True)}
   'options',
   [
     pytest.param(PACKED, marks=EXTENDED, id='packed'),
+    pytest.param(TREES, marks=EXTENDED, id='trees'),
     pytest.param({'num_micro_batches': 2}, id='halves'),
     pytest.param(
       {'mesh': {'fsdp': 4, 'tensor': 2}}, id='devices', marks=pytest.mark.extended

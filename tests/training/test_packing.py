@@ -466,7 +466,7 @@ def test_a_micro_batch_has_as_many_sequences_as_asked_for(share):
     (8, 1, 2048),
   ]
   for pack in packs:
-    shapes = packing_plan.plan_shapes(single_device_mesh(), pack, 64)
+    shapes = packing_plan.plan_shapes(single_device_mesh(), pack, 64, (64, 512))
     zero = jax.tree.map(lambda x: np.zeros(x.shape, np.int32), shapes)
     assert unpacked_attention.is_cheaper(zero.packed_rows(0, 512), 'gpu')
 

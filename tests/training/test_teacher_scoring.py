@@ -101,6 +101,24 @@ def test_rows_go_to_the_teacher_of_their_tag():
   assert (gap[:9].max(axis=1) > 0.1).all()
 
 
+@pytest.mark.slow
+def test_several_teachers_of_a_row_have_weights():
+  """Σ w·log π; rows of a tag with one teacher have its log-probs alone."""
+  one, other = policy(1), policy(2, num_layers=1)
+  batch_groups = groups()
+  batch = packed(batch_groups)
+  both = ((one, 0.75), (other, 0.25))
+  scorer = teachers(ON_POLICY, both, {'b': other})
+  got = scorer.score(batch, batch_groups)['teacher_logprobs']
+  a, b = (np.asarray(plainly(p, batch).logprobs) for p in (one, other))
+  mixed = 0.75 * a + 0.25 * b
+  is_b = np.arange(9)[:, None] // 2 == 2  # rows 4 and 5
+  np.testing.assert_allclose(got[:9], np.where(is_b, b[:9], mixed[:9]), atol=1e-4)
+  assert len(scorer.params) == 2
+  with pytest.raises(ConfigError, match='no likeliest tokens in common'):
+    teachers(BOTH, both)
+
+
 def test_only_what_is_read_is_given():
   batch_groups = groups()
   batch = packed(batch_groups)

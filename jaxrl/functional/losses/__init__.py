@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
   from jaxrl.functional.losses.clipped import cispo, gspo, ppo_clip, sapo, value_loss
   from jaxrl.functional.losses.covariance import clip_cov, kl_cov, token_covariance
-  from jaxrl.functional.losses.distillation import distill
+  from jaxrl.functional.losses.distillation import distill, self_distill
   from jaxrl.functional.losses.expert_mixture import chord_mu, mix, mix_chord
   from jaxrl.functional.losses.importance_weighted import (
     importance_sampling,
@@ -48,6 +48,7 @@ __all__ = [
   'kl_cov',
   'token_covariance',
   'distill',
+  'self_distill',
   'chord_mu',
   'mix',
   'mix_chord',
@@ -82,7 +83,7 @@ __all__ = [
 _NAMES_OF_MODULE = {
   'clipped': ('cispo', 'gspo', 'ppo_clip', 'sapo', 'value_loss'),
   'covariance': ('clip_cov', 'kl_cov', 'token_covariance'),
-  'distillation': ('distill',),
+  'distillation': ('distill', 'self_distill'),
   'expert_mixture': ('chord_mu', 'mix', 'mix_chord'),
   'importance_weighted': (
     'importance_sampling',

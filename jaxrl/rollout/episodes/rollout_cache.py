@@ -5,13 +5,14 @@ only new observations are tokenized.
 """
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 from jaxrl.envs.env_registry import MAX_REWARD, is_valid_reward
 from jaxrl.rollout.engine.resumable_generation import concat_routed_experts
 from jaxrl.rollout.queue.group_state import EpisodeLease
 from jaxrl.training.batching.batch_builder import ROUTED_EXPERTS_KEY
-from jaxrl.types import FAILURES, Completion, Message, Task
+from jaxrl.types import FAILURES, TASK_KEY, Completion, Message, Task
 from jaxrl.user_code import describe_error
 
 MAX_ERROR_CHARS = 500  # kept of what went wrong in an episode
@@ -26,12 +27,15 @@ class Turn:
     stop: Index after the response's last token.
     state_hash: Hash of what the model was shown before it responded.
     reward: What the environment gave for the response.
+    step_rewards: Rewards of steps that end before the response does, by the index of
+      their last token in the episode.
   """
 
   start: int
   stop: int
   state_hash: int
   reward: float = 0.0
+  step_rewards: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -92,6 +96,12 @@ class RolloutCache:
     """Returns whether the episode failed and must not be trained on."""
     return self.stop_reason in FAILURES
 
+  def keep_columns(self, keys: Sequence[str]) -> None:
+    """Keeps columns of the task, those that it has, for the episode's rows."""
+    item = (self.task and self.task.item) or {}
+    if kept := {key: str(item[key]) for key in keys if item.get(key) is not None}:
+      self.extras[TASK_KEY] = kept
+
   def append_observation(self, tokens: list[int]) -> None:
     """Appends the ids of what the model is shown."""
     self.tokens += tokens
@@ -128,11 +138,16 @@ class RolloutCache:
 
   def check_rewards(self) -> None:
     """Makes the episode a failure if weights or sums made its rewards too large."""
-    size = sum(abs(turn.reward) for turn in self.turns)
+    size = sum(
+      abs(reward)
+      for turn in self.turns
+      for reward in (turn.reward, *turn.step_rewards.values())
+    )
     if is_valid_reward(size):
       return
     for turn in self.turns:
       turn.reward = 0.0
+      turn.step_rewards.clear()
     error = f'its rewards sum up to {size}; the largest allowed is {MAX_REWARD:g}'
     self.truncate('reward_failed', error)
 

@@ -236,10 +236,7 @@ def make_plan(
   }
   slots = {name: np.full(size, fill, np.int32) for name, fill in fills.items()}
   micro_batch_rows = np.full((pack.max_micro_batches, pack.sequences), -1, np.int32)
-  index_of_row = np.arange(len(batch.tokens))
-  if index is not None:
-    index_of_row = np.full(len(batch.tokens), -1)
-    index_of_row[index[index >= 0]] = np.flatnonzero(index >= 0)
+  index_of_row = index_of_rows(index, len(batch.tokens))
   for micro in range(len(bins.num_sequences)):
     bin_numbers = range(micro * pack.rows, (micro + 1) * pack.rows)
     groups = [group for i in bin_numbers for group in bins.rows_by_group[i].values()]
@@ -257,6 +254,20 @@ def make_plan(
     num_micro_batches=np.int32(len(bins.num_sequences)),
     **slots,
   )
+
+
+def index_of_rows(index: np.ndarray | None, num_rows: int) -> np.ndarray:
+  """Returns where each row of a batch is in a minibatch, −1 for nowhere.
+
+  Args:
+    index: Rows of the batch, −1 at padding; None for all rows in order.
+    num_rows: Rows of the batch.
+  """
+  if index is None:
+    return np.arange(num_rows)
+  index_of_row = np.full(num_rows, -1)
+  index_of_row[index[index >= 0]] = np.flatnonzero(index >= 0)
+  return index_of_row
 
 
 def _write_packed_row(
@@ -282,7 +293,7 @@ def _write_packed_row(
     slots['origin'][part] = origin
     slots['output_origin'][part] = origin if has_output else -1
     slots['segment_ids'][part] = num_segments + ids[span]
-    slots['positions'][part] = _positions(ids)[span]
+    slots['positions'][part] = token_positions(ids)[span]
     slots['prefix_ids'][part] = np.where(ids == 1, prefix, 0)[span]
     next_slot = part.stop
     num_segments += int(ids[span].max())
@@ -297,8 +308,12 @@ def _write_packed_row(
       write(row, span, prefix, has_output=True)
 
 
-def _positions(segment_ids: np.ndarray) -> np.ndarray:
-  """Returns the position of each token in its segment, for segment ids `[T]`."""
+def token_positions(segment_ids: np.ndarray) -> np.ndarray:
+  """Returns the position of each token in its segment.
+
+  Args:
+    segment_ids: Segments of one row, `[T]`.
+  """
   time = np.arange(len(segment_ids))
   is_start = np.append(True, segment_ids[1:] != segment_ids[:-1])
   return time - np.maximum.accumulate(np.where(is_start, time, 0))

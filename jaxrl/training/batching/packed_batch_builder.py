@@ -6,6 +6,7 @@ packed rows, whose placement is the `PackingPlan` of each update.
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import Mesh
 
 from jaxrl.algorithms import requirements
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.training.batching import first_fit_placement, packing_plan
 from jaxrl.training.batching.batch_builder import (
   BatchBuilder,
@@ -25,17 +27,24 @@ from jaxrl.training.batching.batch_builder import (
 from jaxrl.training.batching.first_fit_placement import FirstFitBins, RowLengths
 from jaxrl.training.batching.packing_plan import (
   SEQUENCE_CAPACITY_FACTOR,
+  TREE_CAPACITY_FACTOR,
   Packing,
   PackingPlan,
   PackShape,
 )
 from jaxrl.types import Batch, Group
+from kernels.dispatch import platform_of
+
+log = logging.getLogger(__name__)
 
 # Fine micro-batches have this many times fewer packed rows, which are this many times
 # shorter. They are used if they waste fewer slots, by more than this share of them.
 FINE_ROWS_DIVISOR = 4
 FINE_LENGTH_DIVISOR = 2
 FINE_PENALTY = 0.01
+# Trees need programs of their own. Where they are not the rule, they are used if at
+# most this share of the slots is left.
+TREE_SHARE = 0.8
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,6 +94,18 @@ class PackedBatchBuilder(BatchBuilder):
       one_row_per_group = requirements.rows_per_group(algorithm) == 1
     return self.packing.share_prefix and not one_row_per_group
 
+  @property
+  def _expects_trees(self) -> bool:
+    """Returns whether every batch is packed as trees.
+
+    It is if rows are the turns of episodes, each of which continues the one before.
+    """
+    if self.packing.share_tree is not None:
+      return self.packing.share_tree
+    algorithm = self.algorithm
+    is_rollout = algorithm.data_format == 'rollout'
+    return is_rollout and requirements.row_format(algorithm) == 'step'
+
   def batch_shape(
     self, length: int = 0, num_rows: int = 0, *, fine: bool = False
   ) -> BatchShape:
@@ -100,7 +121,8 @@ class PackedBatchBuilder(BatchBuilder):
     while padded_rows < num_rows:
       padded_rows *= 2
     size = self._sizes[-1 if fine else 0]
-    return self._packed_shape(self._minibatch_rows(padded_rows), size)
+    minibatch_rows = self._minibatch_rows(padded_rows)
+    return self._packed_shape(minibatch_rows, size, tree=self._expects_trees)
 
   def warmup_shapes(self) -> list[BatchShape]:
     """Returns the shapes of a usual batch, in each size of micro-batches."""
@@ -128,7 +150,8 @@ class PackedBatchBuilder(BatchBuilder):
       indices = self._assign_minibatches(batch, shape.micro_rows, step)
       if indices is not None:
         break
-      shape = self._packed_shape(2 * shape.micro_rows, self._sizes[0])
+      rows, size = 2 * shape.micro_rows, self._sizes[0]
+      shape = self._packed_shape(rows, size, tree=self._expects_trees)
     shape, bins = self._place_rows(batch, indices, shape.micro_rows)
     assert shape.pack is not None
     num_micro_batches = max(len(filled.num_sequences) for filled in bins)
@@ -137,7 +160,7 @@ class PackedBatchBuilder(BatchBuilder):
       max_micro_batches *= 2
     pack = shape.pack._replace(max_micro_batches=max_micro_batches)
     plans = [
-      first_fit_placement.make_plan(filled, batch, pack, index.reshape(-1))
+      _make_plan(filled, batch, pack, index.reshape(-1))
       for filled, index in zip(bins, indices, strict=True)
     ]
     shape = dataclasses.replace(shape, pack=pack)
@@ -157,11 +180,10 @@ class PackedBatchBuilder(BatchBuilder):
     pack = shape.scoring_pack
     assert pack is not None
     if self.num_minibatches == 1:
-      plan = _whole_batch_plan(indices[0])
+      plan = _whole_batch_plan(indices[0], len(batch.tokens))
     else:
-      lengths = first_fit_placement.measure_rows(batch, share=self._share_prefix)
-      bins = self._fill_bins(batch, lengths, shape, None)
-      plan = first_fit_placement.make_plan(bins, batch, pack, None)
+      lengths = self._measure(batch, tree=pack.tree)
+      plan = _make_plan(self._fill_bins(batch, lengths, shape, None), batch, pack, None)
     return (packing_plan.put_plan(mesh, pack, plan),)
 
   def packing_metrics(
@@ -171,8 +193,9 @@ class PackedBatchBuilder(BatchBuilder):
 
     tokens/padding_share is the share of computed slots that are empty,
     tokens/shared_share the share of tokens that another row's slots stand for,
-    tokens/slots the number of slots in all updates of the batch, and
-    tokens/micro_batches the number of micro-batches of an update.
+    tokens/in_trees 1 if tokens are shared in trees and 0 if not, tokens/slots the
+    number of slots in all updates of the batch, and tokens/micro_batches the number of
+    micro-batches of an update.
     """
     assert shape.pack is not None
     used = sum(int((plan.origin >= 0).sum()) for plan in indices)
@@ -183,6 +206,7 @@ class PackedBatchBuilder(BatchBuilder):
     return {
       'tokens/padding_share': 1.0 - used / slots,
       'tokens/shared_share': 1.0 - used / tokens,
+      'tokens/in_trees': float(shape.pack.tree),
       'tokens/slots': float(slots),
       'tokens/micro_batches': num_micro_batches / len(indices),
     }
@@ -191,19 +215,43 @@ class PackedBatchBuilder(BatchBuilder):
     self, batch: Batch, indices: list[np.ndarray], minibatch_rows: int
   ) -> tuple[BatchShape, list[FirstFitBins]]:
     """Places each minibatch's rows in the size of micro-batches that costs less."""
-    lengths = first_fit_placement.measure_rows(batch, share=self._share_prefix)
-    candidates = []
     only_usual = self.packing.num_parallel > 1 and self._is_oversized(minibatch_rows)
-    for size in self._sizes[: 1 if only_usual else None]:
-      shape = self._packed_shape(minibatch_rows, size)
-      try:
-        bins = [self._fill_bins(batch, lengths, shape, index) for index in indices]
-      except ValueError:
-        if not candidates:  # the usual micro-batches are the larger ones
-          raise
-      else:
-        candidates.append((shape, bins))
-    return min(candidates, key=lambda candidate: self._cost(*candidate))
+    sizes, best = self._sizes[: 1 if only_usual else None], []
+    for tree in (False, True):
+      if tree < self._expects_trees or (tree and self.packing.share_tree is False):
+        continue
+      lengths = self._measure(batch, tree=tree)
+      if tree and best and not self._may_save_slots(lengths, best[0][1]):
+        continue
+      candidates = []
+      for size in sizes:
+        shape = self._packed_shape(minibatch_rows, size, tree=tree)
+        try:
+          bins = [self._fill_bins(batch, lengths, shape, index) for index in indices]
+        except ValueError:
+          if not candidates:  # the usual micro-batches are the larger ones
+            raise
+        else:
+          candidates.append((shape, bins))
+      best.append(min(candidates, key=lambda candidate: self._cost(*candidate)))
+    if len(best) > 1 and self._cost(*best[1]) > TREE_SHARE * self._cost(*best[0]):
+      return best[0]
+    return best[-1]
+
+  def _may_save_slots(self, lengths: Any, bins: Sequence[FirstFitBins]) -> bool:
+    """Returns whether trees of all rows would have few enough slots, at best."""
+    used = sum(int((f.pack.length - f.free_slots).sum()) for f in bins)
+    fewest = lengths.tokens.sum() - lengths.common.sum()
+    return fewest <= TREE_SHARE * used
+
+  def _measure(self, batch: Batch, *, tree: bool) -> RowLengths:
+    """Measures the rows of a batch, and what they share in trees or as prompts."""
+    if not tree:
+      return first_fit_placement.measure_rows(batch, share=self._share_prefix)
+    from jaxrl.training.batching import token_tree_placement  # few batches have trees
+
+    reads_topk = 'topk_logprobs' in requirements.fields_read(self.algorithm)
+    return token_tree_placement.measure_trees(batch, share_actions=not reads_topk)
 
   def _minibatch_rows(self, batch_rows: int) -> int:
     """Returns the rows of each minibatch of a batch with `batch_rows` rows."""
@@ -212,7 +260,9 @@ class PackedBatchBuilder(BatchBuilder):
       batch_rows, self.num_minibatches, unit_size, self.row_multiple
     )
 
-  def _packed_shape(self, minibatch_rows: int, size: tuple[int, int]) -> BatchShape:
+  def _packed_shape(
+    self, minibatch_rows: int, size: tuple[int, int], *, tree: bool
+  ) -> BatchShape:
     """Returns the shape for a minibatch's rows in micro-batches of one of `_sizes`."""
     longest = max(self.buckets)
     rows_per_shard, length = size
@@ -222,7 +272,7 @@ class PackedBatchBuilder(BatchBuilder):
     unit_size = batch_unit_size(self.algorithm)
     sequences = min(
       minibatch_rows,
-      self._max_sequences(rows_per_shard * length, slots, longest, unit_size),
+      self._max_sequences(rows_per_shard * length, slots, unit_size, tree=tree),
     )
     sequences_in_units = max(unit_size, sequences // unit_size * unit_size)
     max_micro_batches += -(-minibatch_rows // sequences_in_units)
@@ -231,8 +281,9 @@ class PackedBatchBuilder(BatchBuilder):
       sequences,
       rows_per_shard * self.row_multiple,
       length,
-      self._share_prefix,
+      self._share_prefix and not tree,
       self._num_parallel(minibatch_rows),
+      tree,
     )
     return BatchShape(
       minibatch_rows * self.num_minibatches,
@@ -262,15 +313,16 @@ class PackedBatchBuilder(BatchBuilder):
     return min(self.packing.num_parallel, num_needed)
 
   def _max_sequences(
-    self, shard_slots: int, slots: int, longest: int, unit_size: int
+    self, shard_slots: int, slots: int, unit_size: int, *, tree: bool
   ) -> int:
     """Returns the most sequences in a micro-batch of `slots`, `shard_slots` a shard."""
+    factor = TREE_CAPACITY_FACTOR if tree else SEQUENCE_CAPACITY_FACTOR
     if self.packing.sequences:
       usual_slots = self._sizes[0][0] * self._sizes[0][1]
       per_shard = self.packing.sequences * shard_slots // usual_slots
       per_shard //= self.row_multiple
     else:
-      per_shard = -(-SEQUENCE_CAPACITY_FACTOR * slots // (longest * self.row_multiple))
+      per_shard = -(-factor * slots // (max(self.buckets) * self.row_multiple))
     return max(per_shard, -(-unit_size // self.row_multiple)) * self.row_multiple
 
   def _cost(self, shape: BatchShape, bins: list[FirstFitBins]) -> float:
@@ -297,14 +349,67 @@ class PackedBatchBuilder(BatchBuilder):
     if index is not None:
       minibatch = set(index.reshape(-1).tolist())
       units = [unit for unit in units if int(unit[0]) in minibatch]
-    return first_fit_placement.fill_bins(units, lengths, shape.pack)
+    if not shape.pack.tree:
+      return first_fit_placement.fill_bins(units, lengths, shape.pack)
+    from jaxrl.training.batching import token_tree_placement  # few batches have trees
+
+    assert isinstance(lengths, token_tree_placement.TreeLengths)
+    return token_tree_placement.fill_tree_bins(units, lengths, shape.pack)
 
 
-def _whole_batch_plan(plan: PackingPlan) -> PackingPlan:
+def _make_plan(
+  bins: FirstFitBins, batch: Batch, pack: PackShape, index: np.ndarray | None
+) -> PackingPlan:
+  """Writes down a placement as a plan."""
+  if not pack.tree:
+    return first_fit_placement.make_plan(bins, batch, pack, index)
+  from jaxrl.training.batching import token_tree_placement  # few batches have trees
+
+  assert isinstance(bins, token_tree_placement.TreeBins)
+  return token_tree_placement.make_tree_plan(bins, batch, pack, index)
+
+
+def _whole_batch_plan(plan: PackingPlan, num_rows: int) -> PackingPlan:
   """Converts the plan of a whole-batch minibatch to indices of the batch's own rows."""
-  is_row = plan.micro_batch_rows >= 0
-  rows = np.where(is_row, plan.index[np.maximum(plan.micro_batch_rows, 0)], -1)
-  return dataclasses.replace(plan, index=None, micro_batch_rows=rows.astype(np.int32))
+  index, is_row = plan.index, plan.micro_batch_rows >= 0
+  rows = np.where(is_row, index[np.maximum(plan.micro_batch_rows, 0)], -1)
+  plan = dataclasses.replace(plan, index=None, micro_batch_rows=rows.astype(np.int32))
+  if plan.place is None:
+    return plan
+  place = np.full((num_rows, plan.place.shape[1]), -1, np.int32)
+  place[index[index >= 0]] = plan.place[index >= 0]
+  return dataclasses.replace(plan, place=place)
+
+
+def _choose_trees(packing: Packing, model: TransformerLM) -> bool | None:
+  """Returns whether tokens are shared in trees; None for where it pays.
+
+  Raises:
+    ConfigError: They should be, but cannot be.
+  """
+  setting = 'batch.packing=first_fit(share_tree=True)'
+  if packing.share_tree and not packing.share_prefix:
+    raise ConfigError(f'{setting} shares prompts too: leave out share_prefix=False')
+  if not packing.share_prefix or packing.share_tree is False:
+    return False
+  config = getattr(model, 'config', None)
+  if getattr(config, 'has_linear_attention', False):
+    if packing.share_tree:
+      raise ConfigError(
+        f'{setting}: the gated DeltaNet layers of this model keep no state at the '
+        'forks of a tree: leave share_tree out, and prompts alone are shared'
+      )
+    log.info(
+      'packed rows share prompts, not trees: the model has gated DeltaNet layers'
+    )
+    return False
+  platform = platform_of(getattr(model, 'platform', None))
+  if packing.share_tree is None and platform != 'cpu':
+    log.info(
+      'packed rows share prompts, not trees: no kernel for %s has trees', platform
+    )
+    return False
+  return packing.share_tree
 
 
 def make_packed_batch_builder(
@@ -342,7 +447,9 @@ def make_packed_batch_builder(
   num_parallel = parallel_microbatches.choose_num_parallel(
     packing.num_parallel, model, mesh
   )
-  packing = dataclasses.replace(packing, num_parallel=num_parallel)
+  packing = dataclasses.replace(
+    packing, num_parallel=num_parallel, share_tree=_choose_trees(packing, model)
+  )
   return PackedBatchBuilder(
     num_micro_batches=num_micro_batches, packing=packing, **options
   )

@@ -19,12 +19,14 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.component_table import Component, ComponentTable
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism import sharding
-from jaxrl.types import PackedRows
+from jaxrl.types import PackedRows, TokenTree
 
 # By default a packed row is as long as this many of the longest sequences.
 SEQUENCES_PER_ROW = 4
-# By default a micro-batch may hold this many times the longest sequences that fill it.
+# By default a micro-batch may hold this many times the longest sequences that fill it,
+# and this many if they are in trees.
 SEQUENCE_CAPACITY_FACTOR = 16
+TREE_CAPACITY_FACTOR = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +39,7 @@ class Packing:
     share_prefix: Whether responses to one prompt share it.
     sequences: The most sequences of a micro-batch; 0 to choose.
     num_parallel: Micro-batches that run in parallel on a CPU; 0 to choose.
+    share_tree: Whether tokens may be shared in trees; None to choose.
   """
 
   tokens: int
@@ -44,6 +47,7 @@ class Packing:
   share_prefix: bool
   sequences: int = 0
   num_parallel: int = 0
+  share_tree: bool | None = None
 
 
 def first_fit(
@@ -53,6 +57,7 @@ def first_fit(
   share_prefix: bool = True,
   sequences: int = 0,
   num_parallel: int = 0,
+  share_tree: bool | None = None,
 ) -> Packing:
   """Places each sequence, the longest first, in the first packed row that has room.
 
@@ -68,11 +73,14 @@ def first_fit(
     num_parallel: How many micro-batches run in parallel on one CPU device, each in a
       thread. 0: two for a shallow model without remat, if there are processors for
       them.
+    share_tree: Whether rows that begin alike, such as the turns of an episode, share
+      all tokens up to where they part, actions too. None: on a CPU, for rows of single
+      turns and in batches where it saves a fifth of the slots.
 
   Returns:
     The options.
   """
-  return Packing(tokens, length, share_prefix, sequences, num_parallel)
+  return Packing(tokens, length, share_prefix, sequences, num_parallel, share_tree)
 
 
 PACKINGS = ComponentTable('packing', 'batch.packing', {'first_fit': first_fit})
@@ -102,6 +110,7 @@ class PackShape(NamedTuple):
     length: Slots of a packed row.
     share_prefix: Whether prompts are shared.
     num_parallel: Micro-batches that run in parallel.
+    tree: Whether tokens are shared in trees.
   """
 
   max_micro_batches: int
@@ -110,6 +119,7 @@ class PackShape(NamedTuple):
   length: int
   share_prefix: bool
   num_parallel: int = 1
+  tree: bool = False
 
 
 @jax.tree_util.register_dataclass
@@ -129,6 +139,10 @@ class PackingPlan:
     prefix_ids: `[M, R, L]` int32, or None if prompts are not shared.
     output_origin: `[M, R, L]` int32, the token that a slot's output belongs to, −1 if
       it belongs to none; None if that is always `origin`.
+    previous: `[M, R, L]` int32, as in `TokenTree`, as is `ends`; None without trees.
+    ends: `[M, R, L]` int32, or None.
+    place: `[N, T]` int32, as in `PackedRows` for the micro-batch that has the row; None
+      if it follows from `output_origin`.
   """
 
   index: Any
@@ -139,6 +153,9 @@ class PackingPlan:
   positions: Any
   prefix_ids: Any = None
   output_origin: Any = None
+  previous: Any = None
+  ends: Any = None
+  place: Any = None
 
   def packed_rows(self, i: jax.Array, length: int) -> PackedRows:
     """Returns the packed rows of one micro-batch.
@@ -148,6 +165,16 @@ class PackingPlan:
       length: Tokens of a row of its rectangle.
     """
     origin = self.origin[i]
+    if self.place is not None:
+      rows, place = jnp.asarray(self.micro_batch_rows)[i], jnp.asarray(self.place)
+      return PackedRows(
+        origin=origin,
+        segment_ids=self.segment_ids[i],
+        prefix_ids=None,
+        positions=self.positions[i],
+        place=jnp.where(rows[:, None] < 0, -1, place[jnp.maximum(rows, 0)]),
+        tree=TokenTree(self.previous[i], self.ends[i]),
+      )
     target = origin if self.output_origin is None else self.output_origin[i]
     target = target.reshape(-1)
     size = self.micro_batch_rows.shape[1] * length
@@ -176,13 +203,16 @@ def most_sequences_per_row(sequences: int, length: int, longest: int) -> int:
   return min(sequences, SEQUENCE_CAPACITY_FACTOR * -(-length // longest))
 
 
-def plan_shapes(mesh: Mesh, pack: PackShape, num_rows: int | None) -> PackingPlan:
+def plan_shapes(
+  mesh: Mesh, pack: PackShape, num_rows: int | None, rectangle: tuple[int, int]
+) -> PackingPlan:
   """Returns the shapes and shardings of a plan.
 
   Args:
     mesh: The devices.
     pack: The shape of the packed rows.
     num_rows: Rows of the minibatch; None for the plan of a whole batch.
+    rectangle: Rows of the minibatch or batch, and tokens of each.
   """
   replicated = sharding.replicated(mesh)
   by_row = NamedSharding(mesh, P(None, sharding.LOGICAL_AXIS_RULES['batch']))
@@ -200,13 +230,17 @@ def plan_shapes(mesh: Mesh, pack: PackShape, num_rows: int | None) -> PackingPla
     positions=slots,
     prefix_ids=slots if pack.share_prefix else None,
     output_origin=slots if pack.share_prefix else None,
+    previous=slots if pack.tree else None,
+    ends=slots if pack.tree else None,
+    place=shape(rectangle, replicated) if pack.tree else None,
   )
 
 
 def put_plan(mesh: Mesh, pack: PackShape, plan: PackingPlan) -> PackingPlan:
   """Copies a plan of numpy arrays to the devices."""
   num_rows = None if plan.index is None else len(plan.index)
-  shapes = plan_shapes(mesh, pack, num_rows)
+  rectangle = (0, 0) if plan.place is None else plan.place.shape
+  shapes = plan_shapes(mesh, pack, num_rows, rectangle)
   return jax.tree.map(
     lambda x, shape: sharding.put_array(np.asarray(x, np.int32), shape.sharding),
     plan,

@@ -218,6 +218,48 @@ def trl_losses():
   }
 
 
+def trl_self_distillation():
+  """SDPO's and SDFT's losses a token, and their gradients by the student's logits."""
+  from trl.experimental.sdpo import loss_utils
+
+  rng = np.random.default_rng(1)
+  words, k = 12, 4
+  each = np.tile(np.arange(words) * 3 / 8, (ROWS, TOKENS, 1))  # no two are equal
+  given = {
+    'student': rng.permuted(each, axis=-1),
+    'teacher': rng.permuted(each, axis=-1),
+    'old_gap': np.round(rng.normal(size=(ROWS, TOKENS)) * 64) / 64,
+  }
+  ids = rng.integers(0, words, (ROWS, TOKENS))
+  columns = {n: torch.tensor(v, dtype=torch.float64) for n, v in given.items()}
+
+  def run(alpha, tail, clip, k):
+    student = columns['student'].clone().requires_grad_()
+    chosen = torch.log_softmax(student, -1).gather(-1, torch.tensor(ids)[..., None])
+    logprobs = chosen[..., 0]
+    loss = loss_utils.compute_topk_self_distillation_loss(
+      student,
+      columns['teacher'],
+      distillation_topk=k,
+      distillation_alpha=alpha,
+      distillation_add_tail=tail,
+    )
+    if clip is not None:
+      old = logprobs.detach() + columns['old_gap']
+      loss = loss_utils.apply_importance_sampling_clipping(loss, logprobs, old, clip)
+    loss.sum().backward()
+    return {'loss': loss.tolist(), 'gradient': student.grad.tolist()}
+
+  return {
+    'inputs': {name: x.tolist() for name, x in given.items()} | {'ids': ids.tolist()},
+    'forward': run(0.0, True, None, k),
+    'sdpo': run(0.5, True, 2.0, k),
+    'sdft': run(0.5, False, 2.0, k),
+    'reverse': run(1.0, True, 2.0, k),
+    'whole': run(0.3, False, None, words),
+  }
+
+
 def trinity_keeps():
   """Which tokens `clipv` of Trinity-RFT keeps, of two batches."""
   from trinity.algorithm.advantage_fn.clipv_advantage import ClipVAdvantageFn
@@ -331,6 +373,7 @@ def main():
     'verl': verl_losses(),
     'verl_advantages': verl_advantages(),
     'trl': trl_losses(),
+    'trl_self_distillation': trl_self_distillation(),
     'trinity': trinity_keeps(),
     'prime-rl': prime_rl_losses(sys.argv[1]),
     'areal': {'a3po': areal_losses(sys.argv[2])},

@@ -150,3 +150,73 @@ def test_clip_v_with_trinitys_values_keeps_what_trinity_keeps():
     out = call_component(advantages.clip_v, equal, {'mu': 1.0, 'drop_zero': drop_zero})
     np.testing.assert_array_equal(1.0 * out.keep, kept)
   assert np.all(np.asarray(ours)[mask & wanted])
+
+
+SELF_DISTILLATION = {
+  'forward': {'alpha': 0.0, 'is_clip': None},
+  'sdpo': {'alpha': 0.5},
+  'sdft': {'alpha': 0.5, 'tail': False},
+  'reverse': {'alpha': 1.0},
+  'whole': {'alpha': 0.3, 'tail': False, 'is_clip': None, 'top_k': 12},
+}
+
+
+@pytest.mark.parametrize('name', SELF_DISTILLATION)
+def test_self_distillation_is_trls(name):
+  """On the student's likeliest tokens, by way of its logits."""
+  values = VALUES['trl_self_distillation']
+  given = {key: np.array(x) for key, x in values['inputs'].items()}
+  options = {'top_k': 4} | SELF_DISTILLATION[name]
+  likeliest = jnp.argsort(-given['student'], axis=-1)[..., : options['top_k']]
+  teacher = jax.nn.log_softmax(jnp.float32(given['teacher']))
+  mask = jnp.ones(given['ids'].shape, bool)
+
+  @jax.jit
+  @jax.value_and_grad
+  def total(logits, weights):
+    student = jax.nn.log_softmax(logits)
+    chosen = jnp.take_along_axis(student, given['ids'][..., None], axis=-1)[..., 0]
+    old = jax.lax.stop_gradient(chosen) + given['old_gap']
+    compared = (jnp.take_along_axis(x, likeliest, axis=-1) for x in (student, teacher))
+    loss, _ = losses.self_distill(chosen, old, *compared, mask, mask, **options)
+    return jnp.sum(weights * loss)
+
+  wanted = {key: np.array(x) for key, x in values[name].items()}
+  logits = jnp.float32(given['student'])
+  for row in range(3):  # one token's loss at a time
+    one = np.zeros(mask.shape, np.float32)
+    one[row, row] = 1
+    value, _ = total(logits, one)
+    np.testing.assert_allclose(value, wanted['loss'][row, row], rtol=1e-4, atol=1e-6)
+  value, gradient = total(logits, np.ones(mask.shape, np.float32))
+  np.testing.assert_allclose(value, wanted['loss'].sum(), rtol=1e-5)
+  np.testing.assert_allclose(gradient, wanted['gradient'], rtol=1e-3, atol=3e-6)
+  assert np.count_nonzero(np.abs(wanted['gradient']) > 1e-4) > 100
+
+
+def test_self_distillations_differ_where_their_papers_say_so():
+  """SDPO minds what lies beyond the k tokens, SDFT and OPSD only what is among them."""
+  k, mask = jnp.log(jnp.array([[[0.6, 0.2]]])), jnp.ones((1, 1), bool)
+  less = k + jnp.log(0.5)  # as likely to each other, less likely than all others
+  zero = jnp.zeros((1, 1))
+
+  def loss(student, teacher, **options):
+    columns = zero, zero, student, teacher, mask, mask
+    return float(losses.self_distill(*columns, **options)[0][0, 0])
+
+  assert abs(loss(k, less, tail=False)) < 1e-6 < 0.01 < loss(k, less, tail=True)
+  # α is the teacher's share: the reverse KL at 1 and the forward KL at 0.
+  s, t = (jnp.log(jnp.array([[x]])) for x in ([0.9, 0.1], [0.5, 0.5]))
+  forward = 0.5 * np.log(0.5 / 0.9) + 0.5 * np.log(0.5 / 0.1)
+  reverse = 0.9 * np.log(0.9 / 0.5) + 0.1 * np.log(0.1 / 0.5)
+  for alpha, wanted in ((0.0, forward), (1.0, reverse)):
+    np.testing.assert_allclose(loss(s, t, alpha=alpha, tail=False), wanted, rtol=1e-5)
+
+
+def test_a_mean_over_tokens_is_over_those_that_have_a_teacher():
+  """As in the loss of SDPO's own code; other means count a row without one as 0."""
+  mask, taught = jnp.ones((4, 2), bool), jnp.arange(4)[:, None] < jnp.array([[1, 1]])
+  scale = losses.distillation.self_distill_fields(mask, taught, 'token_mean')
+  assert float(scale['distill_scale']) == 4
+  scale = losses.distillation.self_distill_fields(mask, taught, 'sequence_mean')
+  assert float(scale['distill_scale']) == 1

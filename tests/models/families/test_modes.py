@@ -16,6 +16,7 @@ from jaxrl.training.batching import unpacked_attention
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
+from jaxrl.types import TokenTree
 from tests.marks import extended, slow, slow_in_gate
 from tests.models.families import cases
 from tests.training.test_unpacked_attention import lying
@@ -106,6 +107,31 @@ def test_a_shared_prompt_is_seen_by_all_its_responses(name, unpacked):
   for row, length in enumerate(lengths):
     at = rows.place[row, 8:length]
     close(np.asarray(logprobs).reshape(-1)[at], wanted[row, 8:length])
+
+
+@every_kind
+def test_a_tree_is_seen_by_all_its_branches(name):
+  """Three sequences share 7 tokens in one row, and two of them 2 more."""
+  config, params = cases.ours(name)
+  model = TransformerLM(config)
+  whole = cases.tokens(3, 12)
+  whole[:, :7], whole[1, :9] = whole[0, :7], whole[0, :9]
+  columns = [np.r_[:12], np.r_[:9, 12:14], np.r_[:7, 14:16]]
+  tokens, previous, positions = np.zeros((3, 1, 16), np.int32)
+  for row, path in enumerate(columns):
+    tokens[0, path], positions[0, path] = whole[row, : len(path)], np.arange(len(path))
+    previous[0, path] = [-1, *path[:-1]]
+  ends = np.repeat(np.int32([16, 14, 12, 14, 16]), [7, 2, 3, 2, 2])[None]
+  tree, ones = TokenTree(previous, ends), np.ones((1, 16), np.int32)
+  score = functools.partial(model.policy_outputs, positions=positions, tree=tree)
+  if config.has_linear_attention:
+    with pytest.raises(ValueError, match='no state at the forks'):
+      score(params, tokens, ones)
+    return
+  logprobs = jax.jit(score)(params, tokens, ones).logprobs[0]
+  wanted = logprobs_of(model, params, whole)
+  for row, path in enumerate(columns):
+    close(logprobs[path], wanted[row, : len(path)])
 
 
 @pytest.mark.parametrize(
