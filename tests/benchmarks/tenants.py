@@ -2,6 +2,7 @@
 
 import statistics
 import time
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,8 +28,8 @@ ADAM = {
 }
 
 
-def _step_seconds(model: TransformerLM, params: Any, number: int, steps: int) -> float:
-  """Median seconds in which each of `number` tenants takes a step with its rows."""
+def _stepper(model: TransformerLM, params: Any, number: int) -> Callable[[], None]:
+  """Returns what takes a step of each of `number` tenants, which share the rows."""
   learner = TenantLearner(
     model,
     params,
@@ -48,18 +49,17 @@ def _step_seconds(model: TransformerLM, params: Any, number: int, steps: int) ->
   for i in range(ROWS):
     tokens, targets = draw.integers(0, 512, (2, LENGTH)).astype(np.int32)
     rows.append((tenants[i % number], TrainingRow(tokens, targets[:, None])))
-  times = []
-  for _ in range(steps + 2):
-    start = time.perf_counter()
+
+  def step() -> None:
     learner.run(rows, backward=True)
     for tenant in tenants:
       learner.adam_step(tenant, ADAM)
-    times.append(time.perf_counter() - start)
-  return statistics.median(times[2:])  # the first ones compile
+
+  return step
 
 
 def measure(steps: int = 10) -> dict[str, float]:
-  """Seconds of a step by the number of tenants."""
+  """Median seconds of a step by the number of tenants, in turn."""
   config = random_config(
     hidden_size=256,
     num_layers=6,
@@ -70,6 +70,14 @@ def measure(steps: int = 10) -> dict[str, float]:
   )
   model = TransformerLM(config)
   params = jax.device_put(model.init(jax.random.key(0)), jax.devices()[0])
-  seconds = {f'{n}_s': _step_seconds(model, params, n, steps) for n in (1, 4, 16)}
+  steppers = {number: _stepper(model, params, number) for number in (1, 4, 16)}
+  times: dict[int, list[float]] = {number: [] for number in steppers}
+  for _ in range(steps + 2):
+    for number, step in steppers.items():
+      start = time.perf_counter()
+      step()
+      times[number].append(time.perf_counter() - start)
+  # The first ones compile.
+  seconds = {f'{n}_s': statistics.median(own[2:]) for n, own in times.items()}
   ratios = {f'{n}_ratio': seconds[f'{n}_s'] / seconds['1_s'] for n in (4, 16)}
   return {**seconds, **ratios, 'rows': ROWS, 'length': LENGTH, 'rank': RANK}

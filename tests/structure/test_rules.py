@@ -89,7 +89,7 @@ READS_WALL_CLOCK = {
   # What clients see, and what must hold beyond the process.
   'jaxrl.rollout.tinker.checkpoint_store',
   'jaxrl.rollout.tinker.sessions',
-  'jaxrl.rollout.tinker.tinker_server',
+  'jaxrl.rollout.tinker.rest_routes',
   'jaxrl.rollout.tinker.training_service',
   'launch.logging.metric_sinks',
   'launch.logging.step_trace',  # of several machines

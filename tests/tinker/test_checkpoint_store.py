@@ -54,6 +54,33 @@ def test_checkpoints_come_back(store):
   assert not list(store.folder.glob('runs/*/weights/*'))
 
 
+def test_a_copy_shares_its_files_and_outlives_what_was_copied(store):
+  path = save(store)
+  copied = store.copy(path, 'other', ttl_seconds=60)
+  assert copied == 'tinker://other/weights/a' and store.find(copied)['expires']
+  tensors = [store.files(x)['tensors.safetensors'] for x in (path, copied)]
+  assert tensors[0].samefile(tensors[1])
+  store.delete(path)
+  assert store.load(copied, moments=True).count == 3
+  with pytest.raises(RequestError, match='no checkpoint'):
+    store.copy(path, 'third')
+  assert not (store.folder / 'runs' / 'third').exists()
+
+
+def test_what_is_saved_for_others_is_not_loaded(store):
+  path = store.save(RUN, 'external_weights', 'a', None, FACTS, files={'x': b'1'})
+  with pytest.raises(RequestError, match='for others'):
+    store.load(path)
+
+
+@pytest.mark.parametrize('seconds', [0, -1, 10**12])
+def test_seconds_until_a_checkpoint_expires(store, seconds):
+  with pytest.raises(RequestError, match='from 1'):
+    save(store, ttl_seconds=seconds)
+  assert checkpoint_store.check_ttl(None) is None
+  assert checkpoint_store.check_ttl(60) == 60
+
+
 def test_what_a_name_may_be(store):
   for name in ('', '../a', 'a/b', '.a', 'a.json', 'x' * 200, 'ä'):
     with pytest.raises(RequestError):

@@ -199,6 +199,38 @@ def test_losses_of_reinforcement(service, checkpoint, loss, config):
     assert step.metrics['grad_norm:mean'] > 0
 
 
+def test_stable_reinforce_with_the_provenance_of_samples(service, checkpoint):
+  with trainer(service, checkpoint) as client:
+    ids = tokens(client)[:5]
+    sampler = client.save_weights_and_get_sampling_client(record_stability_info=True)
+    params = types.SamplingParams(max_tokens=4, stop=[])
+    prompt = types.ModelInput.from_ints(ids)
+    reply = sampler.result(timeout=WAIT).sample(prompt, 1, params).result(timeout=WAIT)
+    (sample,) = reply.sequences
+    size, length = len(ids) - 1, len(sample.tokens)
+    data = datum(
+      ids + sample.tokens,
+      logprobs=[0.0] * size + sample.logprobs,
+      advantages=[0.0] * size + [1.0] * length,
+    ).with_provenance(
+      model_input=[
+        types.PromptProvenanceSpan(sequence_id=sample.sequence_id, length=len(ids)),
+        types.SampledProvenanceSpan(sequence_id=sample.sequence_id, length=length - 1),
+      ],
+      loss_fn_inputs=[
+        types.PromptProvenanceSpan(
+          sequence_id=sample.sequence_id, offset=1, length=size
+        ),
+        types.SampledProvenanceSpan(sequence_id=sample.sequence_id, length=length),
+      ],
+    )
+    result = client.forward_backward([data], 'stable_reinforce').result(timeout=WAIT)
+    # The policy is the one that sampled, so that every ratio is 1.
+    np.testing.assert_allclose(result.metrics['loss:sum'], -length, rtol=1e-4)
+    step = client.optim_step(types.AdamParams()).result(timeout=WAIT)
+    assert step.metrics['grad_norm:mean'] > 0
+
+
 def test_states_and_checkpoints(service, rest, checkpoint, tmp_path):
   with trainer(service, checkpoint) as client:
     ids = tokens(client)
@@ -295,8 +327,8 @@ def test_errors_come_in_the_categories_of_the_client(service, checkpoint):
     failing = {
       'no gradients': lambda: client.optim_step(types.AdamParams()),
       'no option': lambda: client.forward_backward([datum(ids)], 'ppo', {'clip': 1.0}),
-      'not been published': lambda: client.forward_backward(
-        [rl_datum(ids)], 'stable_reinforce'
+      'no option .kl_coeff': lambda: client.forward_backward(
+        [rl_datum(ids)], 'stable_reinforce', {'kl_coeff': 0.01}
       ),
       'needs logprobs': lambda: client.forward([datum(ids)], 'ppo'),
       'token ids outside': lambda: client.forward([datum([1, 10**6])], 'cross_entropy'),
@@ -314,6 +346,10 @@ def test_errors_come_in_the_categories_of_the_client(service, checkpoint):
     service.create_lora_training_client(str(checkpoint), rank=99).result(timeout=WAIT)
   with pytest.raises(tinker.NotFoundError, match='no model'):
     service.create_lora_training_client('other/model').result(timeout=WAIT)
+  with pytest.raises(tinker.BadRequestError, match='dimuon scales'):
+    service.create_lora_training_client(
+      str(checkpoint), rank=4, optimizer=types.DimuonOptimizerConfig()
+    ).result(timeout=WAIT)
 
 
 def test_places_are_freed(service, checkpoint):

@@ -140,7 +140,7 @@ def test_bad_bodies_get_a_status(server, name):
     ('weights_info', {'tinker_path': 'tinker://../weights/..'}, 400, 'run'),
     ('weights_info', {'tinker_path': 'a'}, 400, 'tinker://'),
     ('retrieve_future', {'request_id': 'sample:x'}, 410, 'sample again'),
-    ('nowhere', {}, 404, 'Not Found'),
+    ('nowhere', {}, 404, 'has no POST'),
   ],
 )
 def test_bad_requests_get_a_status(server, path, body, status, message):

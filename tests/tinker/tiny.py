@@ -33,6 +33,7 @@ LIMITS = (
   '--max_tenants=3',
   '--max_samplers=2',
   '--max_num_seqs=8',
+  '--stable_reinforce=r1_reward',
 )
 
 

@@ -30,6 +30,7 @@ from jaxrl.rollout.tinker.tenant_learner import TenantSnapshot
 
 TRAINING, SAMPLER, EXTERNAL = 'weights', 'sampler_weights', 'external_weights'
 KINDS = {TRAINING: 'training', SAMPLER: 'sampler', EXTERNAL: 'external'}
+MAX_TTL = 10 * 365 * 24 * 3600  # ten years, as the API has it
 _NAME = re.compile(r'[A-Za-z0-9][\w.\-=+]{0,127}', re.ASCII)
 _TENSORS = 'tensors.safetensors'
 _PARTS = 'adapters', 'mu', 'nu'
@@ -51,6 +52,20 @@ def check_name(name: str, what: str) -> str:
       'begin with a letter or digit'
     )
   return name
+
+
+def check_ttl(seconds: int | None) -> int | None:
+  """Returns the seconds until a checkpoint expires.
+
+  Args:
+    seconds: What a client sent; None for never.
+
+  Raises:
+    RequestError: If they are too few or too many.
+  """
+  if seconds is not None and not 1 <= seconds <= MAX_TTL:
+    raise RequestError(f'ttl_seconds={seconds} must be from 1 to {MAX_TTL}')
+  return seconds
 
 
 def _file_name(run_id: str) -> str:
@@ -175,19 +190,14 @@ class CheckpointStore:
     Raises:
       RequestError: If there is one of that name, or there is no room.
     """
-    if ttl_seconds is not None and ttl_seconds < 1:
-      raise RequestError(f'ttl_seconds={ttl_seconds} must be 1 or more')
+    check_ttl(ttl_seconds)
     folder = self._run_folder(run_id) / kind
     folder.mkdir(parents=True, exist_ok=True)
     pointer = folder / f'{check_name(name, "checkpoint")}.json'
     old = self._read(pointer)
     if old and not overwrite:
       raise RequestError(f'run {run_id} has a checkpoint {kind}/{name} already')
-    if len(list(self.folder.glob('runs/*/*/*.json'))) >= self._max_checkpoints:
-      raise RequestError(
-        f'there are {self._max_checkpoints} checkpoints, and no more can be saved: '
-        'delete some'
-      )
+    self._check_room()
     data = folder / f'{name}.{uuid.uuid4().hex}'
     data.mkdir()
     try:
@@ -209,6 +219,51 @@ class CheckpointStore:
       raise
     if old:
       shutil.rmtree(folder / old['folder'], ignore_errors=True)
+    return f'tinker://{run_id}/{kind}/{name}'
+
+  def _check_room(self) -> None:
+    if len(list(self.folder.glob('runs/*/*/*.json'))) >= self._max_checkpoints:
+      raise RequestError(
+        f'there are {self._max_checkpoints} checkpoints, and no more can be saved: '
+        'delete some'
+      )
+
+  def copy(self, path: str, run_id: str, ttl_seconds: int | None = None) -> str:
+    """Copies a checkpoint to another run; both share the bytes on the disk.
+
+    Args:
+      path: The checkpoint.
+      run_id: The run that gets it, under the same kind and name.
+      ttl_seconds: Seconds until the copy is removed; None for never.
+
+    Returns:
+      The copy's path.
+
+    Raises:
+      RequestError: If there is no such checkpoint, or no room.
+    """
+    record, (source_id, kind, name) = self.find(path), parse_path(path)
+    self._check_room()
+    source = self._run_folder(source_id) / kind / record['folder']
+    folder = self._run_folder(run_id) / kind
+    data = folder / f'{name}.{uuid.uuid4().hex}'
+    data.mkdir(parents=True)
+    try:
+      for file in source.iterdir():
+        _link(file, data / file.name)
+      _sync_folder(data)
+      now = time.time()
+      expires = None if ttl_seconds is None else now + ttl_seconds
+      facts = {'folder': data.name, 'created': now, 'expires': expires}
+      _write_json(folder / f'{name}.json', {**record, **facts})
+    except FileNotFoundError as error:
+      shutil.rmtree(data, ignore_errors=True)
+      raise RequestError(
+        f'there is no checkpoint {path}: it has been deleted'
+      ) from error
+    except BaseException:
+      shutil.rmtree(data, ignore_errors=True)
+      raise
     return f'tinker://{run_id}/{kind}/{name}'
 
   def _read(self, pointer: pathlib.Path) -> dict[str, Any] | None:
@@ -250,6 +305,8 @@ class CheckpointStore:
     from safetensors.numpy import load_file
 
     record, (run_id, kind, _) = self.find(path), parse_path(path)
+    if kind == EXTERNAL:
+      raise RequestError(f'{path} was saved for others and cannot be loaded here')
     tensors = load_file(self._run_folder(run_id) / kind / record['folder'] / _TENSORS)
     parts = {part: _unpack(tensors, part) for part in _PARTS}
     if not moments:
@@ -353,6 +410,15 @@ def _unpack(tensors: Mapping[str, np.ndarray], part: str) -> Adapters:
     layer: (tensors[f'{part}.{layer}.a'], tensors[f'{part}.{layer}.b'])
     for layer in layers
   }
+
+
+def _link(source: pathlib.Path, target: pathlib.Path) -> None:
+  try:
+    os.link(source, target)
+  except FileNotFoundError:
+    raise
+  except OSError:  # a file system without links
+    shutil.copyfile(source, target)
 
 
 def _write_bytes(path: pathlib.Path, content: bytes) -> None:

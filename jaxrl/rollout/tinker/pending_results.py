@@ -8,10 +8,12 @@ import asyncio
 import collections
 import dataclasses
 import json
+import logging
 import time
 from collections.abc import Callable
 from typing import Any
 
+log = logging.getLogger(__name__)
 USER, SERVER = 'user', 'server'  # whose fault an error is
 LOST = (
   'this server does not know the request: it was restarted, or the result was given up '
@@ -82,9 +84,14 @@ class PendingResult:
     Args:
       error: Its text is shown; what is no `RequestError` is the server's fault.
     """
+    if self.done.is_set():
+      return
     category, text = SERVER, f'the server failed: {type(error).__name__}: {error}'
     if isinstance(error, RequestError):
       category, text = error.category, str(error)
+      log.info('request %s failed: %.200r', self.request_id, text)
+    else:
+      log.error('request %s failed', self.request_id, exc_info=error)
     body = {'error': text[:2000], 'category': category}
     self._end(json.dumps(body).encode(), is_proto=False, failed=True)
 

@@ -4,7 +4,9 @@ Bodies are msgspec structs: fields that are unknown are passed over, as newer cl
 may send some, and those that ask for what this server cannot do are refused by name.
 """
 
-from typing import Any, TypeVar
+import datetime
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -15,6 +17,7 @@ from jaxrl.rollout.tinker.proto_codec import DatumMessage, ProtoError, from_csr
 from jaxrl.rollout.tinker.tenant_learner import TrainingRow
 
 T = TypeVar('T')
+_MAX_PROJECT = 200
 _MAX_METADATA = 64 << 10  # bytes of JSON
 
 
@@ -117,6 +120,7 @@ class LoadWeights(msgspec.Struct):
   base_model: str | None = None
   user_metadata: dict[str, Any] | None = None
   optimizer_config: dict[str, Any] | None = None
+  weights_access_token: str | None = None
 
 
 class CreateSamplingSession(msgspec.Struct):
@@ -223,10 +227,71 @@ class TtlBody(msgspec.Struct):
   ttl_seconds: int | None = None
 
 
+class ProjectBody(msgspec.Struct):
+  """Names a project."""
+
+  project_id: str
+
+
+class CopyBody(msgspec.Struct):
+  """Copies a checkpoint to a session or to a project."""
+
+  source_path: str
+  session_id: str | None = None
+  model_seq_id: int | None = None
+  destination_project_id: str | None = None
+  ttl_seconds: int | None = None
+  weights_access_token: str | None = None
+
+
+class SearchOwner(msgspec.Struct):
+  """Whose sessions are searched."""
+
+  type: Literal['own', 'accessible', 'user'] = 'own'
+  owner_urns: list[str] = []
+
+
+class StatusQuery(msgspec.Struct):
+  """A status that sessions may have."""
+
+  type: Literal['active', 'cancelled', 'failed', 'client_finished']
+  reasons: list[str] | None = None
+
+  def matches(self, status: Mapping[str, Any] | None) -> bool:
+    """Returns whether a session's status is one of these.
+
+    Args:
+      status: As the API shows it.
+    """
+    if status is None or status['type'] != self.type:
+      return False
+    return self.reasons is None or status['reason']['type'] in self.reasons
+
+
+class SearchCursor(msgspec.Struct):
+  """Where a page of a search ended."""
+
+  last_created_at: Annotated[datetime.datetime, msgspec.Meta(tz=True)]
+  last_session_id: str
+
+
+class SearchBody(msgspec.Struct):
+  """Searches sessions."""
+
+  session_id: str | None = None
+  project_ids: list[str] | None = None
+  user_metadata: dict[str, str] = {}
+  display_name: str | None = None
+  owner: SearchOwner = msgspec.field(default_factory=SearchOwner)
+  statuses: list[StatusQuery] | None = None
+  limit: Annotated[int, msgspec.Meta(ge=1, le=200)] = 50
+  cursor: SearchCursor | None = None
+
+
 class FinishReason(msgspec.Struct):
   """Why a session ends."""
 
-  type: str = 'success'
+  type: Literal['success', 'errored', 'interrupted'] = 'success'
 
 
 class FinishSession(msgspec.Struct):
@@ -297,6 +362,17 @@ def check_metadata(value: dict[str, Any] | None) -> dict[str, str] | None:
   if len(msgspec.json.encode(value)) > _MAX_METADATA:
     raise RequestError(f'user_metadata has more than {_MAX_METADATA} bytes')
   return {key: x if isinstance(x, str) else str(x) for key, x in value.items()}
+
+
+def check_project(name: str | None) -> str | None:
+  """Returns a project's name, if it can be one: it is a label, and nothing more.
+
+  Args:
+    name: What the client sent.
+  """
+  if name is not None and not 1 <= len(name) <= _MAX_PROJECT:
+    raise RequestError(f'project_id must have from 1 to {_MAX_PROJECT} characters')
+  return name
 
 
 def check_tokens(tokens: np.ndarray, vocab_size: int, what: str) -> np.ndarray:

@@ -107,7 +107,7 @@ class SamplerEndpoint:
       try:
         body = msgspec.json.decode(await request.read())
         name = body.get('model', name) if isinstance(body, dict) else name
-      except msgspec.DecodeError:
+      except (msgspec.DecodeError, RecursionError):
         pass  # the gateway says what is wrong
     return await self._gateway(str(name)).answer(request)
 

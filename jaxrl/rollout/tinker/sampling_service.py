@@ -23,6 +23,7 @@ from jaxrl.rollout.tinker.row_adapters import Adapters
 from jaxrl.rollout.tinker.sessions import SessionTable
 from jaxrl.rollout.tinker.tenant_engine import BASE, TenantEngine, TenantSampling
 from jaxrl.rollout.tinker.tenant_learner import ALPHA
+from jaxrl.rollout.tinker.tenant_losses import NO_STABLE_REINFORCE
 from jaxrl.rollout.tinker.tinker_model import TinkerModel
 from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 
@@ -145,6 +146,8 @@ class SamplingService:
 
   def _check(self, body: SampleBody) -> None:
     params, limits = body.sampling_params, self._options
+    if body.record_stability_info and not limits.stable_reinforce:
+      raise RequestError(f'record_stability_info is refused: {NO_STABLE_REINFORCE}')
     if not 1 <= body.num_samples <= MAX_SAMPLES_OF_REQUEST:
       raise RequestError(f'num_samples must be from 1 to {MAX_SAMPLES_OF_REQUEST}')
     if params.max_tokens is not None and params.max_tokens < 1:

@@ -179,8 +179,12 @@ class TenantLearner:
     zeros = jax.tree.map(np.zeros_like, snapshot.adapters)
     parts = snapshot.adapters, zeros, snapshot.mu or zeros, snapshot.nu or zeros
     padded = [row_adapters.pad_rank(part, self.max_rank) for part in parts]
-    self._state = _put_tenant(self._state, np.int32(tenant.place), TenantState(*padded))
+    self._put(tenant, TenantState(*padded))
     tenant.count, tenant.num_rows, tenant.lost = snapshot.count, 0, ''
+
+  def _put(self, tenant: Tenant, own: TenantState) -> None:
+    place = np.int32(tenant.place)
+    self._state = self._programs.put_tenant(self._state, place, own)
 
   def snapshot(self, tenant: Tenant) -> TenantSnapshot:
     """Copies a tenant's training to the host."""
@@ -302,31 +306,13 @@ class TenantLearner:
     tenant.count += 1
     tenant.num_rows = 0
     try:
-      self._state, norm = self._programs.adam_step(
-        self._state, np.int32(tenant.place), np.int32(tenant.count), hyperparameters
-      )
+      own = self._programs.take_tenant(self._state, np.int32(tenant.place))
+      own, norm = self._programs.adam_step(own, np.int32(tenant.count), hyperparameters)
+      self._put(tenant, own)
       return float(norm)
     except Exception as error:
       self._recover(error)
       raise
-
-
-def _put(state: TenantState, place: Any, own: TenantState) -> TenantState:
-  def put(tree: Adapters, part: Adapters) -> Adapters:
-    return {
-      name: tuple(
-        jax.lax.dynamic_update_index_in_dim(x, new, place, tenant_axis(name))
-        for x, new in zip(tree[name], part[name], strict=True)
-      )
-      for name in tree
-    }
-
-  trees = zip(
-    (state.stack, state.totals, state.mu, state.nu),
-    (own.stack, own.totals, own.mu, own.nu),
-    strict=True,
-  )
-  return TenantState(*(put(tree, part) for tree, part in trees))
 
 
 def _zero(state: TenantState, place: Any) -> TenantState:
@@ -341,5 +327,4 @@ def _zero(state: TenantState, place: Any) -> TenantState:
   return dataclasses.replace(state, totals=totals)
 
 
-_put_tenant = jax.jit(_put, donate_argnums=0)
 _zero_gradients = jax.jit(_zero, donate_argnums=0)

@@ -28,13 +28,16 @@ LOSSES: dict[str, dict[str, float]] = {
   'dro': {'beta': 0.05},
   # The paper's, arXiv 2507.18071.
   'gspo': {'clip_low_threshold': 1 - 3e-4, 'clip_high_threshold': 1 + 4e-4},
+  # R1-Reward's, arXiv 2505.02835, if the server's options say so.
+  'stable_reinforce': _CLIP,
 }
 CODES = {name: code for code, name in enumerate(LOSSES)}
-# What the API takes and this server does not; why.
-UNSUPPORTED = {
-  'stable_reinforce': 'its objective has not been published; use importance_sampling, '
-  'cispo or gspo'
-}
+R1_REWARD = 'r1_reward'
+NO_STABLE_REINFORCE = (
+  "the API's stable_reinforce has not been published, and is not R1-Reward's of the "
+  f'same name. With stable_reinforce={R1_REWARD!r} the server computes the latter; '
+  'importance_sampling, cispo and gspo need no option'
+)
 RL_INPUTS = 'target_tokens', 'logprobs', 'advantages'
 PER_TOKEN = 'weights', 'logprobs', 'advantages', 'clip_low_threshold'
 PER_TOKEN = (*PER_TOKEN, 'clip_high_threshold', 'sequence_ratio_mask')
@@ -90,6 +93,7 @@ def row_losses(logprobs: Array, rows: LossRows) -> Array:
     'cispo': losses.cispo(*inputs, rows.mask, **clip)[0],
     'dro': losses.kimi(*inputs, rows.mask, tau=rows.beta[:, None])[0],
     'gspo': losses.gspo(*inputs, ratio_mask, **sequence_clip)[0],
+    'stable_reinforce': losses.stable_reinforce(*inputs, rows.mask, **clip)[0],
   }
   # Padding may hold anything, so it is replaced, not multiplied by 0.
   nll = jnp.where(rows.mask[..., None], -logprobs * rows.weights, 0)
@@ -100,18 +104,21 @@ def row_losses(logprobs: Array, rows: LossRows) -> Array:
   return total
 
 
-def check_loss(name: str, config: Mapping[str, float | str]) -> dict[str, float]:
+def check_loss(
+  name: str, config: Mapping[str, float | str], stable_reinforce: str = ''
+) -> dict[str, float]:
   """Returns the options of a loss, with defaults filled in.
 
   Args:
     name: Its name.
     config: What the client sets.
+    stable_reinforce: R1_REWARD, if that is what the loss of this name computes.
 
   Raises:
     ValueError: If there is no such loss, or an option is wrong.
   """
-  if name in UNSUPPORTED:
-    raise ValueError(f'loss_fn {name!r} is not supported: {UNSUPPORTED[name]}')
+  if name == 'stable_reinforce' and stable_reinforce != R1_REWARD:
+    raise ValueError(f'loss_fn {name!r} is refused: {NO_STABLE_REINFORCE}')
   if name not in LOSSES:
     raise ValueError(f'no loss_fn {name!r}; there are {", ".join(LOSSES)}')
   options = dict(LOSSES[name])

@@ -187,36 +187,69 @@ def forward_backward(
   return dataclasses.replace(state, totals=totals), logprobs, losses
 
 
-def adam_step(
-  state: TenantState, tenant: Array, count: Array, options: AdamHyperparameters
-) -> tuple[TenantState, Array]:
-  """Applies AdamW (arXiv 1711.05101) to one tenant and zeroes its gradients.
-
-  As torch's: p ← p·(1 − η·λ) − η·m̂ / (√v̂ + ε).
+def take_tenant(state: TenantState, tenant: Array) -> TenantState:
+  """Copies one tenant's part of the state.
 
   Args:
-    state: The state.
+    state: The state of all.
     tenant: The tenant's place in the stack.
-    count: The number of the step, from 1.
-    options: The hyperparameters.
-
-  Returns:
-    The state and the norm of the gradient before it was clipped.
   """
 
   def take(tree: Adapters) -> Adapters:
-    return {name: tuple(_take(x, tenant, name) for x in tree[name]) for name in tree}
+    return {
+      name: tuple(
+        jax.lax.dynamic_index_in_dim(x, tenant, tenant_axis(name), keepdims=False)
+        for x in pair
+      )
+      for name, pair in tree.items()
+    }
+
+  return _map_trees(take, state)
+
+
+def put_tenant(state: TenantState, tenant: Array, own: TenantState) -> TenantState:
+  """Replaces one tenant's part of the state, in place if the state is donated.
+
+  Args:
+    state: The state of all.
+    tenant: The tenant's place in the stack.
+    own: The part.
+  """
 
   def put(tree: Adapters, part: Adapters) -> Adapters:
     return {
       name: tuple(
-        _put(x, own, tenant, name)
-        for x, own in zip(tree[name], part[name], strict=True)
+        jax.lax.dynamic_update_index_in_dim(x, new, tenant, tenant_axis(name))
+        for x, new in zip(tree[name], part[name], strict=True)
       )
       for name in tree
     }
 
-  gradients = take(state.totals)
+  return _map_trees(put, state, own)
+
+
+def _map_trees(function: Any, *states: TenantState) -> TenantState:
+  names = [field.name for field in dataclasses.fields(TenantState)]
+  return TenantState(*(function(*(getattr(x, n) for x in states)) for n in names))
+
+
+def adam_step(
+  own: TenantState, count: Array, options: AdamHyperparameters
+) -> tuple[TenantState, Array]:
+  """Applies AdamW (arXiv 1711.05101) to one tenant's part and zeroes its gradients.
+
+  As torch's: p ← p·(1 − η·λ) − η·m̂ / (√v̂ + ε).
+
+  Args:
+    own: The tenant's part of the state, from `take_tenant`. A program that took it out
+      of the state and put it back would copy the state of all.
+    count: The number of the step, from 1.
+    options: The hyperparameters.
+
+  Returns:
+    The part and the norm of the gradient before it was clipped.
+  """
+  gradients = own.totals
   norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
   clip = options.grad_clip_norm
   shrink = jnp.where((clip > 0) & (norm > clip), clip / jnp.maximum(norm, 1e-30), 1.0)
@@ -226,8 +259,8 @@ def adam_step(
     return decay * old + (1 - decay) * new
 
   gradients = jax.tree.map(lambda g: g * shrink, gradients)
-  mu = jax.tree.map(lambda m, g: moments(beta1, m, g), take(state.mu), gradients)
-  nu = jax.tree.map(lambda v, g: moments(beta2, v, g * g), take(state.nu), gradients)
+  mu = jax.tree.map(lambda m, g: moments(beta1, m, g), own.mu, gradients)
+  nu = jax.tree.map(lambda v, g: moments(beta2, v, g * g), own.nu, gradients)
 
   def update(p: Array, m: Array, v: Array) -> Array:
     root = jnp.sqrt(v / (1 - beta2**count)) + options.eps
@@ -235,23 +268,8 @@ def adam_step(
     step = jnp.where(root > 0, m / (1 - beta1**count) / jnp.where(root > 0, root, 1), 0)
     return p * (1 - rate * options.weight_decay) - rate * step
 
-  own = jax.tree.map(update, take(state.stack), mu, nu)
-  zeros = jax.tree.map(jnp.zeros_like, gradients)
-  state = TenantState(
-    put(state.stack, own),
-    put(state.totals, zeros),
-    put(state.mu, mu),
-    put(state.nu, nu),
-  )
-  return state, norm
-
-
-def _take(x: Array, tenant: Array, name: str) -> Array:
-  return jax.lax.dynamic_index_in_dim(x, tenant, tenant_axis(name), keepdims=False)
-
-
-def _put(x: Array, own: Array, tenant: Array, name: str) -> Array:
-  return jax.lax.dynamic_update_index_in_dim(x, own, tenant, tenant_axis(name))
+  stack = jax.tree.map(update, own.stack, mu, nu)
+  return TenantState(stack, jax.tree.map(jnp.zeros_like, gradients), mu, nu), norm
 
 
 def score(
@@ -324,6 +342,8 @@ class TenantPrograms:
     self.forward = jax.jit(functools.partial(forward, model))
     backward = functools.partial(forward_backward, model)
     self.forward_backward = jax.jit(backward, donate_argnums=1)
+    self.take_tenant = jax.jit(take_tenant)
+    self.put_tenant = jax.jit(put_tenant, donate_argnums=0)
     self.adam_step = jax.jit(adam_step, donate_argnums=0)
     self._scores: dict[tuple[int, int], Any] = {}
 

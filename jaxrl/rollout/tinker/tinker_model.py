@@ -13,6 +13,8 @@ from jaxrl.rollout.tinker import row_adapters
 from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.tenant_learner import ALPHA, TenantSnapshot
 
+OPTIMIZER = {'type': 'adamw'}  # of every run, as the API describes it
+
 
 @dataclasses.dataclass(frozen=True)
 class TinkerModel:

@@ -47,4 +47,10 @@ class TinkerOptions(Options):
   )
   keep_seconds: float = option(600.0, 'Seconds for which results are kept.', above=0)
   max_kept_bytes: int = option(1 << 30, 'Bytes of results that are kept.', low=1)
+  stable_reinforce: str = option(
+    '',
+    "What computes the loss of this name: 'r1_reward', the paper's (arXiv 2505.02835); "
+    "'' refuses it, because the API's own has not been published.",
+    choices=('', 'r1_reward'),
+  )
   max_checkpoints: int = option(10_000, 'Checkpoints on the disk.', low=1)

@@ -8,11 +8,8 @@ that fails later a result with an error and whose fault it is.
 import asyncio
 import contextlib
 import functools
-import hashlib
 import hmac
 import logging
-import secrets
-import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
@@ -23,24 +20,24 @@ from jaxrl.rollout.gateway.connection_limits import (
   ConnectionLimits,
   request_in_progress,
 )
-from jaxrl.rollout.tinker import checkpoint_store, proto_codec, request_bodies
+from jaxrl.rollout.tinker import proto_codec, request_bodies
+from jaxrl.rollout.tinker.checkpoint_store import CheckpointStore
 from jaxrl.rollout.tinker.pending_results import (
   PendingResults,
   RequestError,
   TooManyRequestsError,
 )
 from jaxrl.rollout.tinker.proto_codec import ProtoError
+from jaxrl.rollout.tinker.rest_routes import API, RestRoutes
 from jaxrl.rollout.tinker.sampler_endpoint import SamplerEndpoint
 from jaxrl.rollout.tinker.sampling_service import SamplingService
 from jaxrl.rollout.tinker.sessions import SessionEndedError, SessionTable
 from jaxrl.rollout.tinker.tinker_model import TinkerModel
 from jaxrl.rollout.tinker.tinker_options import TinkerOptions
-from jaxrl.rollout.tinker.training_service import ADAMW, TrainingService
+from jaxrl.rollout.tinker.training_service import TrainingService
 
 log = logging.getLogger(__name__)
-API = '/api/v1'
-LINK_SECONDS = 3600
-MAX_PAGE = 1000
+KNOWN = 'it answers the calls of the package tinker 0.38.0 that its docs list'
 PROTOBUF = 'application/x-protobuf'
 SWEEP_SECONDS = 1.0
 _LIMITS = ConnectionLimits(
@@ -62,7 +59,7 @@ class TinkerServer:
     model: TinkerModel,
     training: TrainingService,
     sampling: SamplingService,
-    store: checkpoint_store.CheckpointStore,
+    store: CheckpointStore,
     sessions: SessionTable,
     pending: PendingResults,
     options: TinkerOptions,
@@ -91,7 +88,6 @@ class TinkerServer:
     self._store, self._sessions = store, sessions
     self._pending, self._options = pending, options
     self._endpoint = endpoint
-    self._link_key = secrets.token_bytes(32)
     self.app = web.Application(
       client_max_size=options.max_body, middlewares=[self._admit]
     )
@@ -123,27 +119,16 @@ class TinkerServer:
       'asample': json(bodies.SampleBody, sampling.sample),
       'retrieve_future': self._retrieve,
       'cancel_future': json(bodies.RetrieveFuture, self._cancel),
-      'weights_info': json(bodies.PathBody, self._weights_info),
     }
-    checkpoint = 'training_runs/{run}/checkpoints/{kind}/{name}'
     self.app.add_routes(
       [
         *(web.post(f'{API}/{path}', handler) for path, handler in posts.items()),
         web.get(f'{API}/healthz', json(None, lambda: {'status': 'ok'})),
         web.get(f'{API}/get_server_capabilities', json(None, self._capabilities)),
         web.get(f'{API}/samplers/{{sampler}}', self._get_sampler),
-        web.get(f'{API}/sessions', self._list_sessions),
-        web.get(f'{API}/sessions/{{session}}', self._get_session),
         web.post(f'{API}/sessions/{{session}}/finish', self._finish_session),
-        web.get(f'{API}/training_runs', self._list_runs),
-        web.get(f'{API}/training_runs/{{run}}', self._get_run),
-        web.get(f'{API}/training_runs/{{run}}/checkpoints', self._list_run_checkpoints),
-        web.get(f'{API}/checkpoints', self._list_checkpoints),
-        web.delete(f'{API}/{checkpoint}', self._delete_checkpoint),
-        web.put(f'{API}/{checkpoint}/ttl', self._set_ttl),
-        web.get(f'{API}/{checkpoint}/external_weights_urls', self._file_links),
+        *RestRoutes(self._store, self._sessions).routes(),
         web.route('*', '/v1/{rest:.*}', endpoint.answer),
-        web.get('/files/{signature}/{expires}/{run}/{kind}/{name}/{file}', self._file),
       ]
     )
 
@@ -170,6 +155,8 @@ class TinkerServer:
         status, text, headers = 429, str(error), {'Retry-After': '1'}
       except web.HTTPException as error:
         status, text = error.status, error.reason or 'refused'
+        if request.match_info.http_exception is not None:
+          text = f'this server has no {request.method} {request.path}; {KNOWN}'
       except Exception:
         log.exception('%s %s failed', request.method, request.path)
       log.info('%s %s: %d, %.200r', request.method, request.path, status, text)
@@ -218,6 +205,7 @@ class TinkerServer:
       user_metadata=request_bodies.check_metadata(body.user_metadata),
       display_name=(body.display_name or '')[:1000] or None,
       sdk_version=body.sdk_version[:100],
+      project_id=request_bodies.check_project(body.project_id),
     )
     return {'type': 'create_session', 'session_id': session.session_id}
 
@@ -229,7 +217,7 @@ class TinkerServer:
     body = request_bodies.parse_body(await request.read(), request_bodies.FinishSession)
     session = self._sessions.touch(request.match_info['session'])
     reason = body.reason.type if body.reason else 'success'
-    self.end_session(session.session_id, f'finished: {reason[:100]}')
+    self.end_session(session.session_id, f'finished: {reason}')
     return web.json_response({})
 
   def end_session(self, session_id: str, status: str) -> None:
@@ -257,25 +245,6 @@ class TinkerServer:
       for session in self._sessions.vanished():
         log.warning('the client of session %s has vanished', session.session_id)
         self.end_session(session.session_id, 'its client vanished')
-
-  async def _get_session(self, request: web.Request) -> web.Response:
-    session_id = request.match_info['session']
-    facts = self._store.find_session(session_id)
-    if facts is None:
-      raise RequestError(f'there is no session {session_id[:80]!r}')
-    session = self._sessions.find(session_id)
-    return web.json_response(
-      {
-        'training_run_ids': session.run_ids if session else [],
-        'sampler_ids': list(facts['samplers']),
-        'user_metadata': facts['user_metadata'],
-        'display_name': facts['display_name'],
-      }
-    )
-
-  async def _list_sessions(self, request: web.Request) -> web.Response:
-    page, _ = _page(request, [x['session_id'] for x in self._store.sessions()], 20)
-    return web.json_response({'sessions': page})
 
   # ---- requests and their results
 
@@ -340,102 +309,6 @@ class TinkerServer:
   async def _get_sampler(self, request: web.Request) -> web.Response:
     return web.json_response(self._sampling.get_sampler(request.match_info['sampler']))
 
-  # ---- runs and checkpoints
-
-  def _describe_run(self, facts: dict[str, Any]) -> dict[str, Any]:
-    checkpoints = self._store.checkpoints(facts['run_id'])
-
-    def last(kind: str) -> dict[str, Any] | None:
-      return next((x for x in checkpoints if x['checkpoint_type'] == kind), None)
-
-    return {
-      'training_run_id': facts['run_id'],
-      'base_model': facts['base_model'],
-      'model_owner': 'local',
-      'is_lora': True,
-      'corrupted': False,
-      'lora_rank': facts['rank'],
-      'last_request_time': checkpoint_store.time_text(facts['last_request']),
-      'last_checkpoint': last('training'),
-      'last_sampler_checkpoint': last('sampler'),
-      'user_metadata': facts['user_metadata'],
-    }
-
-  async def _get_run(self, request: web.Request) -> web.Response:
-    run_id = request.match_info['run']
-    facts = self._store.find_run(run_id)
-    if facts is None:
-      raise RequestError(f'there is no run {run_id[:80]!r}')
-    return web.json_response(self._describe_run(facts))
-
-  async def _list_runs(self, request: web.Request) -> web.Response:
-    page, cursor = _page(request, self._store.runs(), 20)
-    runs = [self._describe_run(facts) for facts in page]
-    return web.json_response({'training_runs': runs, 'cursor': cursor})
-
-  async def _list_run_checkpoints(self, request: web.Request) -> web.Response:
-    checkpoints = self._store.checkpoints(request.match_info['run'])
-    return web.json_response({'checkpoints': checkpoints, 'cursor': None})
-
-  async def _list_checkpoints(self, request: web.Request) -> web.Response:
-    page, cursor = _page(request, self._store.checkpoints(), 100)
-    return web.json_response({'checkpoints': page, 'cursor': cursor})
-
-  def _path(self, request: web.Request) -> str:
-    parts = (request.match_info[name] for name in ('run', 'kind', 'name'))
-    return f'tinker://{"/".join(parts)}'
-
-  async def _delete_checkpoint(self, request: web.Request) -> web.Response:
-    await asyncio.to_thread(self._store.delete, self._path(request))
-    return web.json_response({})
-
-  async def _set_ttl(self, request: web.Request) -> web.Response:
-    body = request_bodies.parse_body(await request.read(), request_bodies.TtlBody)
-    seconds = body.ttl_seconds
-    if seconds is not None and seconds < 1:
-      raise RequestError(f'ttl_seconds={seconds} must be 1 or more')
-    expires = None if seconds is None else time.time() + seconds
-    self._store.update(self._path(request), expires=expires)
-    return web.json_response({})
-
-  def _weights_info(self, body: request_bodies.PathBody) -> dict[str, Any]:
-    record = self._store.find(body.tinker_path)
-    names = 'base_model', 'train_unembed', 'train_mlp', 'train_attn'
-    return {
-      **{name: record[name] for name in names},
-      'optimizer_config': ADAMW,
-      'is_lora': True,
-      'lora_rank': record['rank'],
-    }
-
-  def _sign(self, place: str) -> str:
-    return hmac.new(self._link_key, place.encode(), hashlib.sha256).hexdigest()
-
-  async def _file_links(self, request: web.Request) -> web.Response:
-    path, expires = self._path(request), int(time.time()) + LINK_SECONDS
-    place = path.removeprefix('tinker://')
-    base = f'{request.scheme}://{request.host}'
-    links = {
-      name: f'{base}/files/{self._sign(f"{expires}/{place}/{name}")}/{expires}/{place}/'
-      f'{name}'
-      for name in self._store.files(path)
-    }
-    text = checkpoint_store.time_text(expires)
-    return web.json_response({'urls': links, 'expires': text})
-
-  async def _file(self, request: web.Request) -> web.StreamResponse:
-    info = request.match_info
-    place = '/'.join(info[name] for name in ('run', 'kind', 'name', 'file'))
-    is_right = hmac.compare_digest(
-      info['signature'].encode(), self._sign(f'{info["expires"]}/{place}').encode()
-    )
-    if not is_right or int(info['expires']) < time.time():
-      raise web.HTTPForbidden(reason='the link is wrong or has expired')
-    files = self._store.files(self._path(request))
-    if info['file'] not in files:
-      raise RequestError(f'there is no file {info["file"][:80]!r}')
-    return web.FileResponse(files[info['file']])
-
   # ---- running
 
   @contextlib.asynccontextmanager
@@ -458,18 +331,3 @@ class TinkerServer:
       await asyncio.gather(sweep, return_exceptions=True)
       await self._sampling.stop()
       await self._training.stop()
-
-
-def _page(
-  request: web.Request, entries: list[Any], default: int
-) -> tuple[list[Any], dict[str, int]]:
-  """Returns the entries that a request asks for, and where they are in the whole."""
-  try:
-    limit = int(request.query.get('limit', default))
-    offset = int(request.query.get('offset', 0))
-  except ValueError as error:
-    raise RequestError('limit and offset must be whole numbers') from error
-  if not 1 <= limit <= MAX_PAGE or offset < 0:
-    raise RequestError(f'limit must be from 1 to {MAX_PAGE}, and offset 0 or more')
-  cursor = {'offset': offset, 'limit': limit, 'total_count': len(entries)}
-  return entries[offset : offset + limit], cursor

@@ -11,19 +11,17 @@ do. So its gradients are summed in the same order as if it were alone.
 import asyncio
 import dataclasses
 import itertools
-import logging
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import numpy as np
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.rollout.tinker.pending_results import PendingResult, RequestError
+from jaxrl.rollout.tinker.pending_results import PendingResult
 from jaxrl.rollout.tinker.proto_codec import write_forward_backward
 from jaxrl.rollout.tinker.tenant_learner import Tenant, TenantLearner, TrainingRow
 from jaxrl.rollout.tinker.tenant_programs import num_targets
 
-log = logging.getLogger(__name__)
 _Key = tuple[int, int, bool]  # bucket, targets of a position, whether backward
 
 
@@ -200,7 +198,6 @@ class TrainingQueue:
     try:
       request.result.succeed(await request.call())
     except Exception as error:
-      _log_failure(request.result, error)
       request.result.fail(error)
     finally:
       run.is_busy = False
@@ -253,7 +250,6 @@ class TrainingQueue:
       for run, request, _ in batch:
         if request in run.ready:
           run.ready.remove(request)
-          _log_failure(request.result, error)
           request.result.fail(error)
           if request.backward:  # some of its rows may have been added
             await self._device_thread.run(self._learner.discard_gradients, run.tenant)
@@ -274,10 +270,3 @@ def _message(request: QueuedRows) -> bytes:
     outputs.append({'logprobs': logprobs})
     total += loss
   return write_forward_backward(outputs, {'loss:sum': total})
-
-
-def _log_failure(result: PendingResult, error: Exception) -> None:
-  if isinstance(error, RequestError):
-    log.info('request %s failed: %s', result.request_id, error)
-  else:
-    log.error('request %s failed', result.request_id, exc_info=error)

@@ -33,11 +33,19 @@ from jaxrl.rollout.tinker.tenant_learner import (
   TenantSnapshot,
   TrainingRow,
 )
-from jaxrl.rollout.tinker.tinker_model import TinkerModel, peft_files, trained_layers
+from jaxrl.rollout.tinker.tinker_model import (
+  OPTIMIZER,
+  TinkerModel,
+  peft_files,
+  trained_layers,
+)
 from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from jaxrl.rollout.tinker.training_queue import TrainingQueue
 
-ADAMW = {'type': 'adamw'}
+ONLY_ADAMW = (
+  'use adamw. How dimuon scales and smooths its steps has not been published; it is '
+  'another optimizer than Muon'
+)
 MAX_AHEAD = 10_000  # numbers by which requests may be out of order
 # Weights that were saved for one client, without a name, are kept for a day.
 UNNAMED_SECONDS = 24 * 3600
@@ -55,7 +63,7 @@ def adam_options(body: request_bodies.OptimStep) -> dict[str, float]:
   """
   if body.optimizer_params is not None:
     kind = body.optimizer_params.get('type')
-    raise RequestError(f'optimizer {kind!r} is not supported; use AdamParams')
+    raise RequestError(f'optimizer {kind!r} is not supported: {ONLY_ADAMW}')
   options = msgspec.structs.asdict(body.adam_params or request_bodies.AdamBody())
   for name, value in options.items():
     if not math.isfinite(value) or value < 0:
@@ -182,7 +190,8 @@ class TrainingService:
 
   def _check_optimizer(self, config: dict[str, Any] | None) -> None:
     if config is not None and config.get('type', 'adamw') != 'adamw':
-      raise RequestError(f'optimizer {config["type"]!r} is not supported; use adamw')
+      kind = config['type']
+      raise RequestError(f'optimizer {kind!r} is not supported: {ONLY_ADAMW}')
 
   async def _open(
     self,
@@ -249,7 +258,7 @@ class TrainingService:
         'tokenizer_id': self._model.tokenizer_id,
       },
       'model_id': body.model_id,
-      'optimizer_config': ADAMW,
+      'optimizer_config': OPTIMIZER,
       'is_lora': True,
       'lora_rank': facts['rank'],
       'model_name': self._model.name,
@@ -310,7 +319,9 @@ class TrainingService:
       if custom is None:
         raise RequestError(f'this session has no custom loss {loss_id!r}')
     else:
-      options = tenant_losses.check_loss(body.loss, body.loss_config)
+      options = tenant_losses.check_loss(
+        body.loss, body.loss_config, limits.stable_reinforce
+      )
     sizes = {
       'vocab_size': self._model.config.vocab_size,
       'max_length': limits.max_length,
@@ -492,6 +503,8 @@ class TrainingService:
   async def _read(
     self, body: request_bodies.LoadWeights
   ) -> tuple[dict[str, Any], TenantSnapshot]:
+    if body.weights_access_token:
+      raise RequestError('weights_access_token is not supported: there is one key')
     record = self._store.find(body.path)
     snapshot = await asyncio.to_thread(
       self._store.load, body.path, moments=body.optimizer
