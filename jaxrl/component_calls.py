@@ -56,20 +56,12 @@ class ComponentCall:
 
   @classmethod
   def from_text(cls, text: str) -> 'ComponentCall':
-    """Returns the call that a text describes; see `parse_call`.
-
-    Args:
-      text: The call string.
-    """
+    """Returns the call that a text describes, as `parse_call` reads it."""
     return parse_call(text)
 
   @classmethod
   def many_from_text(cls, text: str) -> 'tuple[ComponentCall, ...]':
-    """Returns the calls that a text describes; see `parse_calls`.
-
-    Args:
-      text: Call strings joined by +.
-    """
+    """Returns the calls that a text describes, as `parse_calls` reads it."""
     return parse_calls(text)
 
   def with_options(self, **options: Any) -> 'ComponentCall':
@@ -174,16 +166,3 @@ def split_terms(text: str, separator: str = '+') -> list[str]:
       f'cannot read {text!r}: there is nothing on one side of a {separator!r}'
     )
   return terms
-
-
-def with_options(text: str, **options: Any) -> str:
-  """Returns a call string with some of its options set.
-
-  Args:
-    text: A call string such as `first_fit(tokens=8192)`.
-    **options: Options to add or replace.
-
-  Raises:
-    ConfigError: If the call string cannot be read.
-  """
-  return str(parse_call(text).with_options(**options))

@@ -30,6 +30,7 @@ from jaxrl.options import (
   ConfigError,
   check_options,
   defaults,
+  error_prefix,
   unknown_name_error,
 )
 from jaxrl.types import Params
@@ -93,7 +94,7 @@ def random_config(
   """
   name, fields = _family(family)
   spec = families.find_family(name)
-  try:
+  with error_prefix('model.random'):
     if (types := fields.get('layer_types')) and num_layers > 0:  # a pattern
       types = (types * (num_layers // len(types) + 1))[-num_layers:]
       layer_kinds = dict(fields['layer_kinds'])
@@ -115,8 +116,6 @@ def random_config(
         **fields,
       },
     )
-  except ValueError as error:
-    raise ConfigError(f'model.random: {error}') from error
 
 
 def _family(family: Component) -> tuple[str, dict[str, Any]]:
@@ -362,10 +361,8 @@ def parse_random_config(component: Component, where: str) -> ModelConfig:
   if ':' not in family and family not in families.family_names():
     raise unknown_name_error(family, families.family_names(), 'family', where)
   sizes = set(defaults(random_config)) - {'family'}
-  try:
+  with error_prefix(where):
     family_defaults = defaults(families.find_family(family).random_options)
-  except ValueError as error:
-    raise ConfigError(f'{where}: {error}') from error
   for name in options:
     if name not in sizes and name not in family_defaults:
       raise unknown_name_error(name, sizes | set(family_defaults), 'option', where)

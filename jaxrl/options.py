@@ -207,18 +207,19 @@ def _is_number(value: Any) -> TypeGuard[float]:
 
 
 @contextlib.contextmanager
-def error_prefix(where: str) -> Iterator[None]:
+def error_prefix(where: str, *others: type[Exception]) -> Iterator[None]:
   """Turns a ValueError of a block into a ConfigError that says what was being made.
 
   Args:
     where: What the message begins with, unless it does already.
+    *others: Other exceptions that are turned, too.
 
   Raises:
-    ConfigError: In place of the block's ValueError.
+    ConfigError: In place of the block's error.
   """
   try:
     yield
-  except ValueError as error:
+  except (ValueError, *others) as error:
     text = str(error)
     if isinstance(error, ConfigError) and text.startswith(where):
       raise

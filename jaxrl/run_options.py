@@ -19,7 +19,14 @@ from jaxrl.data.rows.task_rows import RowColumns
 from jaxrl.model_loading import parse_random_config
 from jaxrl.models.lora import ADAPTER_KINDS, Lora
 from jaxrl.models.model_config import TOWER_TRAINING, ModelConfig
-from jaxrl.options import ConfigError, OptionError, Options, option, section
+from jaxrl.options import (
+  ConfigError,
+  OptionError,
+  Options,
+  error_prefix,
+  option,
+  section,
+)
 from jaxrl.rollout.env_manager import EpisodeOptions, SamplingOptions
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
 from jaxrl.rollout.queue.group_queue import QueueOptions
@@ -124,10 +131,8 @@ class ModelOptions(Options):
     if not self.chat_template:
       return ''
     where = f'model.chat_template={self.chat_template}'
-    try:
+    with error_prefix(f'{where}: cannot be read', OSError):
       text = pathlib.Path(self.chat_template).read_text(encoding='utf-8')
-    except (OSError, ValueError) as error:
-      raise ConfigError(f'{where}: cannot be read: {error}') from error
     if not text.strip():
       raise ConfigError(f'{where}: the file is empty')
     return text
@@ -337,6 +342,15 @@ class TagDatasetOptions(Options):
     TaskColumns, "Which columns of this tag's rows hold what."
   )
   curriculum: ComponentCall | None = option(None, 'Which rows are drawn.')
+
+  @property
+  def task_options(self) -> dict[str, Any]:
+    """Options of `GlobalDataset`, beside the path, where nothing is left open."""
+    return {
+      **{name: getattr(self, name) for name in ('split', 'limit', 'curriculum')},
+      'question_key': self.columns.question or '',
+      'answer_key': self.columns.answer or '',
+    }
 
 
 @dataclasses.dataclass(frozen=True)

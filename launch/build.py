@@ -37,8 +37,8 @@ from launch.rollouts.group_sources import (
 )
 from launch.rollouts.preparation import load_policy, name_formats, validate_run
 from launch.rollouts.rollout_scheduler import RolloutScheduler
+from launch.runtime.runtime_base import Runtime
 from launch.runtime.runtime_factory import close_and_reraise, make_runtime
-from launch.runtime.runtime_interface import Runtime
 from launch.settings import off_policy
 from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings

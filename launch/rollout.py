@@ -142,11 +142,11 @@ def _sets_to_play(options: 'RunOptions', mode: str) -> dict[str, dict[str, Any]]
   """Returns what is to be played, each part as an evaluation set with all its keys."""
   from jaxrl.config import to_config
   from jaxrl.envs.env_registry import uses_dataset
-  from jaxrl.run_options import EvalSetOptions, TaskColumns
-  from launch.settings.resolve import evaluation_options, tag_tasks
+  from jaxrl.run_options import EvalSetOptions
+  from launch.settings.resolve import evaluation_sets, tag_tasks
 
   if mode == 'val':
-    sets = evaluation_options(options)
+    sets: Any = evaluation_sets(options)
   else:
     sets = {}
     for tag, env in options.env.items():
@@ -157,7 +157,7 @@ def _sets_to_play(options: 'RunOptions', mode: str) -> dict[str, dict[str, Any]]
           tag=tag,
           path=tasks.path,
           split=tasks.split,
-          columns=TaskColumns(question=tasks.question_key, answer=tasks.answer_key),
+          columns=tasks.columns,
           num_tasks=limit or -1,
           temperature=options.rollout.temperature,
         )

@@ -66,7 +66,7 @@ class ServedModel:
     from jaxrl.data.seeds import fold_seed
     from jaxrl.rollout.gateway.gateway import Gateway
     from launch.rollouts.preparation import load_policy
-    from launch.runtime.runtime_interface import make_engines
+    from launch.runtime.runtime_base import make_engines
 
     settings = self._settings
     rollout, max_length = settings.rollout, settings.batch.max_length
@@ -119,10 +119,6 @@ async def serve(
   console.say('Stopped.')
 
 
-def _check_aiohttp() -> None:
-  require_package('aiohttp', 'the endpoint', 'serve')
-
-
 def _run(argv: Sequence[str]) -> int:
   command = command_line.parse(argv, FLAGS)
   config: Any = command_line.load(command, {'logging': LoggingOptions})
@@ -134,7 +130,7 @@ def _run(argv: Sequence[str]) -> int:
     raise ConfigError(
       'no model to serve: set --checkpoint=FOLDER, as in --checkpoint=runs/mine/export'
     )
-  _check_aiohttp()
+  require_package('aiohttp', 'the endpoint', 'serve')
   check_port(flags['host'], port)
   from jaxrl.rollout.gateway.http_server import GatewayServer
   from launch.settings.resolve import resolve_settings

@@ -28,7 +28,7 @@ from launch.learner.learner_factory import (
 from launch.logging.metric_sinks import MultiSink, read_metrics
 from launch.rollouts import offline_data
 from launch.rollouts.group_sources import FileGroups, GroupSource, StepTimes
-from launch.runtime.runtime_interface import Runtime, supervise_run
+from launch.runtime.runtime_base import Runtime, supervise_run
 from launch.settings.run_settings import EvalSetSettings, RunSettings
 
 if TYPE_CHECKING:

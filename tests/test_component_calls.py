@@ -287,7 +287,8 @@ def test_row_sources():
 
 
 def test_options_replaced_in_a_text():
-  text = component_calls.with_options('first_fit(tokens=8)', tokens=9, num_parallel=1)
+  call = ComponentCall.from_text('first_fit(tokens=8)')
+  text = str(call.with_options(tokens=9, num_parallel=1))
   assert text == 'first_fit(tokens=9, num_parallel=1)'
 
 

@@ -299,15 +299,7 @@ class CheckedManager:
   async def play_episode(
     self, lease: EpisodeLease, *, base_seed: int
   ) -> SampleRows | None:
-    """Plays one episode; see `EnvManager.play_episode`.
-
-    Args:
-      lease: Which sample of which group to play.
-      base_seed: The episode seed is `base_seed + group_id + episode_id`.
-
-    Returns:
-      The episode's rows, or None if the data set has no more tasks.
-    """
+    """Plays one episode, as `EnvManager.play_episode`."""
     assert self._single is not None, 'there is a group queue'
     self._single.lease, self._single.rows = lease, None
     await self.run_rollout_loop({'seed': base_seed})

@@ -15,7 +15,7 @@ from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface, lora
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.remat import RematPolicy
-from jaxrl.options import ConfigError
+from jaxrl.options import error_prefix
 from jaxrl.rollout.weights.weight_store import cast_copy
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.learner import Learner
@@ -168,10 +168,8 @@ def make_run_mesh(settings: RunSettings, devices: Sequence[Any] | None = None) -
   Raises:
     ConfigError: For axis sizes that do not make up the devices.
   """
-  try:
+  with error_prefix('--config.mesh'):
     return make_mesh(settings.mesh, devices=devices)
-  except ValueError as error:
-    raise ConfigError(f'--config.mesh: {error}') from error
 
 
 class LocalLearnerFactory:

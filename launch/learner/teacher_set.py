@@ -15,7 +15,7 @@ from jaxrl.data import hub
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface
-from jaxrl.options import ConfigError
+from jaxrl.options import error_prefix
 from jaxrl.training.teacher_scoring import Teachers, WeightedTeachers
 from launch.settings.run_settings import (
   RunSettings,
@@ -37,11 +37,9 @@ def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
   """
   tag, terms = next(iter(settings.teacher.weighted.items()))
   name, _ = terms[0]
-  try:
+  with error_prefix(f'{teacher_key(tag)}={name}', OSError):
     folder = hub.find_checkpoint(name)
     return load_tokenizer(folder), huggingface.load_config(folder).vocab_size
-  except (OSError, ValueError) as error:
-    raise ConfigError(f'{teacher_key(tag)}={name}: {error}') from error
 
 
 @dataclasses.dataclass(frozen=True)

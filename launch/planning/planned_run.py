@@ -18,7 +18,7 @@ from jaxrl.models import huggingface, lora
 from jaxrl.models.families import known_configs
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, error_prefix
 from jaxrl.training import batch_fields
 from jaxrl.training.learner import Learner
 from jaxrl.types import Algorithm, Params
@@ -127,10 +127,8 @@ def model_shape(folder: str, key: str) -> tuple[ModelConfig | None, str]:
   if not folder:
     return None, RANDOM
   if pathlib.Path(folder).exists():
-    try:
+    with error_prefix(f'--config.{key}={folder}', OSError):
       return huggingface.load_config(folder), f'{folder}/config.json'
-    except (OSError, ValueError) as error:
-      raise ConfigError(f'--config.{key}={folder}: {error}') from error
   data = known_configs.find_known_config(folder)
   if data is None:
     names = ', '.join(known_configs.KNOWN_CONFIGS)
@@ -140,11 +138,9 @@ def model_shape(folder: str, key: str) -> tuple[ModelConfig | None, str]:
     )
     if hub.parse_name(folder) is None:
       raise ConfigError(f'{problem}. A folder that holds only config.json is enough')
-    try:
+    with error_prefix(problem, OSError):
       place = hub.find_checkpoint(folder, only_config=True)
       return huggingface.load_config(place), f'{folder} on the Hub'
-    except (OSError, ValueError) as error:
-      raise ConfigError(f'{problem}: {error}') from error
   return huggingface.config_from_hf(data), f'{pathlib.Path(folder).name} as published'
 
 

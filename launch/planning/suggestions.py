@@ -6,7 +6,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from jaxrl.component_calls import with_options
+from jaxrl.component_calls import parse_call
 from jaxrl.options import ConfigError
 from jaxrl.training.batching import batch_builder, packing_plan
 from launch.planning import cost as costs
@@ -75,26 +75,14 @@ def nearest_fitting_change(
     if num_tried == MAX_TRIES:
       break
     try:
-      changed_cost = cost_with_overrides(run, overrides, target, devices, engine)
+      changed = with_overrides(run, overrides)
+      changed_cost = costs.estimate_cost(changed, target, devices, engine=engine)
     except ConfigError:  # a mesh that does not divide this model
       continue
     num_tried, smallest_total = num_tried + 1, min(smallest_total, changed_cost.total)
     if changed_cost.fits:
       return Suggestion(overrides, changed_cost.total, num_tried, 'compiled, and fits')
   return Suggestion({}, smallest_total, num_tried, _hint(target, cost))
-
-
-def cost_with_overrides(
-  run: PlannedRun,
-  overrides: Override,
-  target: Target,
-  devices: Sequence[Any],
-  engine: PlannedEngine,
-) -> RunCost:
-  """Estimates the cost of a run with some keys of its config changed."""
-  return costs.estimate_cost(
-    with_overrides(run, overrides), target, devices, engine=engine
-  )
 
 
 def candidate_changes(
@@ -136,7 +124,7 @@ def candidate_changes(
 def without_parallel_microbatches(run: PlannedRun) -> Override:
   """Returns the override that runs packed micro-batches one after the other."""
   text = run.settings.text('batch.packing')
-  return {'batch.packing': with_options(text, num_parallel=1)}
+  return {'batch.packing': str(parse_call(text).with_options(num_parallel=1))}
 
 
 def smaller_micro_batches(
@@ -178,7 +166,7 @@ def smaller_micro_batches(
     )
     options |= {'num_parallel': 1} if one_cpu else {}
     text = run.settings.text('batch.packing')
-    overrides.append({'batch.packing': with_options(text, **options)})
+    overrides.append({'batch.packing': str(parse_call(text).with_options(**options))})
   return overrides
 
 

@@ -26,6 +26,7 @@ FREE = (
   *('parameter', 'constant', 'tuple', 'get-tuple-element', 'bitcast', 'after-all'),
   *('partition-id', 'replica-id', 'iota', 'opt-barrier', 'async-done', 'async-update'),
 )
+CALLS = ('call', 'conditional', 'async-start')
 SLICES = ('dynamic-slice', 'slice', 'gather')
 UPDATES = {'dynamic-update-slice': 1, 'scatter': -1}  # which operand is written
 
@@ -110,12 +111,8 @@ def _walk(
       if name in module.computations:
         _walk(module, module.computations[name], times, traffic, node_size)
     _collect_collectives(module, computation, instruction, times, traffic, node_size)
-    if instruction.op not in FREE and not _is_call(instruction):
+    if instruction.op not in (*FREE, *CALLS):
       traffic.memory += times * _bytes_accessed(module, computation, instruction)
-
-
-def _is_call(instruction: HloInstruction) -> bool:
-  return instruction.op in ('call', 'conditional', 'async-start')
 
 
 def _called_computations(instruction: HloInstruction) -> Iterator[str]:

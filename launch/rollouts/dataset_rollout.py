@@ -21,7 +21,7 @@ from jaxrl.rollout.queue.group_queue import GroupQueue, QueueOptions
 from jaxrl.types import Group
 from launch.rollouts.env_datasets import Datasets, RunDatasets
 from launch.rollouts.rollout_scheduler import RolloutScheduler
-from launch.runtime.runtime_interface import Runtime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RunSettings
 
 GroupCallback = Callable[[Group], None]

@@ -13,7 +13,7 @@ from jaxrl.data.rows import folder_splits
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import uses_dataset
 from jaxrl.options import ConfigError
-from launch.runtime.runtime_interface import Runtime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RunSettings
 
 Datasets = dict[str, Any]  # by tag
@@ -56,17 +56,17 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
       if not tasks.path:
         raise _missing_path(f'env.{tag}', tag)
       key = functools.partial(settings.task_key, tag)
-      train[tag] = get(tasks.path, 'sample', tasks.options, key)
+      train[tag] = get(tasks.path, 'sample', tasks.task_options, key)
   tests: Datasets = dict.fromkeys(settings.active_evaluations)
   for name, evaluation in settings.active_evaluations.items():
     if _reads_rows(settings, evaluation.tag):
       path = evaluation_path(settings, name)
       options = {
-        **settings.tasks[evaluation.tag].options,
+        **settings.tasks[evaluation.tag].task_options,
         'split': evaluation.split,
         'limit': _evaluation_limit(settings, name, path),
-        'question_key': evaluation.question_key,
-        'answer_key': evaluation.answer_key,
+        'question_key': evaluation.columns.question or '',
+        'answer_key': evaluation.columns.answer or '',
       }
       key = functools.partial(settings.eval_task_key, name)
       tests[name] = get(path, 'traversal', options, key)

@@ -13,9 +13,8 @@ from jaxrl.rollout.env_manager import EnvManager
 from launch.rollouts.env_datasets import load_datasets, named_training_rows
 from launch.rollouts.preparation import load_policy, validate_run
 from launch.rollouts.rollout_scheduler import RolloutScheduler
-from launch.runtime.local_runtime import LocalRuntime
+from launch.runtime.runtime_base import Runtime, supervise_run
 from launch.runtime.runtime_factory import close_and_reraise, make_runtime
-from launch.runtime.runtime_interface import Runtime, supervise_run
 from launch.settings.engine_settings import check_model
 from launch.settings.resolve import override_settings
 from launch.settings.run_settings import RunSettings
@@ -130,7 +129,7 @@ class Player:
     if settings.engine.traits.needs_ray:  # which one episode does not
       settings = override_settings(settings, {'rollout.engine': 'jax'})
     with tempfile.TemporaryDirectory() as folder:
-      evaluator = make_evaluator(settings, pathlib.Path(folder), LocalRuntime())
+      evaluator = make_evaluator(settings, pathlib.Path(folder), Runtime())
       rollouts: RolloutScheduler = evaluator.plays
       tag = rollouts.tags[0]
       self.manager = rollouts.manager(tag)

@@ -148,7 +148,7 @@ def tokenizer_texts(settings: RunSettings) -> Iterator[str]:
   ]
   for tag in settings.env:
     tasks = settings.tasks[tag]
-    own_keys = [tasks.question_key, tasks.answer_key]
+    own_keys = [tasks.columns.question or '', tasks.columns.answer or '']
     source = (tasks.path, tasks.split, own_keys, settings.task_key(tag, 'path'))
     if tasks.path and tasks.path not in keys_by_path:
       sources.append(source)

@@ -26,6 +26,7 @@ from jaxrl.options import (
   ConfigError,
   check_options,
   defaults,
+  error_prefix,
   require_package,
   unknown_name_error,
 )
@@ -45,7 +46,7 @@ from jaxrl.rollout.rewards.reward_pipeline import (
   RewardTerm,
 )
 from jaxrl.types import Message, Params
-from launch.runtime.runtime_interface import Runtime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RewardTermSettings, RunSettings
 
 KEY = '--config.rollout.rewards'
@@ -176,10 +177,8 @@ def make_reward_pipeline(
   def spawn(cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if cls is not OpenAIJudgeClient:
       args = (*args, shared_thread, settings.kernels)
-    try:
+    with error_prefix(f'{KEY}: {args[0]}', OSError):
       return runtime.spawn(cls, *args, **options)
-    except (OSError, ValueError) as error:
-      raise ConfigError(f'{KEY}: {args[0]}: {error}') from error
 
   text = settings.text('rollout.rewards')
   return _make_pipeline(settings.rewards, text, spawn)
@@ -190,7 +189,7 @@ def _make_pipeline(
 ) -> RewardPipeline:
   terms: dict[str, RewardTerm] = {}
   env_weights: list[float] = []
-  try:
+  with error_prefix(f'{KEY}={text}'):
     for term in term_settings:
       options = dict(term.options)
       if term.target == 'env':
@@ -205,8 +204,6 @@ def _make_pipeline(
       )
     if len(env_weights) > 1:
       raise ConfigError("'env' is listed twice")
-  except ValueError as error:
-    raise ConfigError(f'{KEY}={text}: {error}') from error
   return RewardPipeline(terms, *env_weights)
 
 
@@ -333,12 +330,10 @@ def _split(
 
 def _folder(target: str, name: str) -> str:
   """The folder's absolute path. ConfigError unless it holds such a model."""
-  try:
+  with error_prefix(f'{target}: checkpoint={name!r}', OSError):
     huggingface.load_config(hub.find_checkpoint(name, only_config=True))
     folder = hub.find_checkpoint(name)
     if target == 'reward_model':
       huggingface.check_scorer(folder)
     ChatTokenizer(load_tokenizer(folder))
-  except (OSError, ValueError) as error:
-    raise ConfigError(f'{target}: checkpoint={name!r}: {error}') from error
   return str(pathlib.Path(folder).absolute())

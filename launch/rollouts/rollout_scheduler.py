@@ -23,7 +23,7 @@ from jaxrl.group_stats import GroupResult, SampleRows
 from jaxrl.model_loading import LoadedModel
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await
-from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.env_worker import make_env_manager, partition_envs
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.queue.group_allocation import allocate_groups
@@ -38,7 +38,7 @@ from jaxrl.user_code import describe_error, user_place
 from launch.learner.learner_factory import copy_params
 from launch.rollouts.env_datasets import RunDatasets
 from launch.runtime.rollout_worker import RolloutWorker, make_env_context
-from launch.runtime.runtime_interface import Runtime, make_engines
+from launch.runtime.runtime_base import Runtime, make_engines
 from launch.settings.off_policy import max_staleness
 from launch.settings.run_settings import RunSettings
 
@@ -330,25 +330,31 @@ class RolloutScheduler:
     num_workers = self._runtime.num_workers(settings.cluster.num_workers)
     group_size = self._group_size + settings.rollout.extra_samples + self._greedy
     parts = partition_envs(self._num_parallel_groups(tag), group_size, num_workers)
+    context = self._env_context(tag, env.env_config, queue, self.datasets[tag])
+    options = self._manager_options(tag)
     return [
-      functools.partial(
-        RolloutWorker,
-        env.env_type,
-        env.env_config,
-        pathlib.Path(self._policy.folder).absolute(),
-        part,
-        self._manager_options(tag),
-        engine=self.engine,
-        queue=queue,
-        dataset=self.datasets[tag],
-        concurrency=env.max_concurrency,
-        rewards=self._rewards,
-        manager=env.manager,
-        chat=settings.chat,
-      )
+      functools.partial(RolloutWorker, context, part, options, env.manager)
       for part in parts
       if part
     ]
+
+  def _env_context(
+    self, tag: str, env_config: Mapping[str, Any], queue: Any, dataset: Any
+  ) -> functools.partial[EnvContext]:
+    """Returns a function that makes what a tag's environments share, in any process."""
+    env = self._settings.env[tag]
+    return functools.partial(
+      make_env_context,
+      env.env_type,
+      env_config,
+      pathlib.Path(self._policy.folder).absolute(),
+      self.engine,
+      queue,
+      dataset,
+      concurrency=env.max_concurrency,
+      rewards=self._rewards,
+      chat=self._settings.chat,
+    )
 
   async def advance(self, step: int) -> None:
     """Reports the last results to curricula, then lets the groups of `step` begin."""
@@ -460,19 +466,9 @@ class RolloutScheduler:
     options: Mapping[str, Any],
     dataset: Any,
   ) -> EnvManager:
-    env = self._settings.env[tag]
-    context = make_env_context(
-      env.env_type,
-      env_config,
-      self._policy.folder,
-      self.engine,
-      queue=None,
-      dataset=dataset,
-      concurrency=env.max_concurrency,
-      rewards=self._rewards,
-      chat=self._settings.chat,
-    )
-    return make_env_manager(context, manager=env.manager, **options)
+    context = self._env_context(tag, env_config, None, dataset)()
+    manager = self._settings.env[tag].manager
+    return make_env_manager(context, manager=manager, **options)
 
   async def evaluate(
     self,

@@ -17,13 +17,13 @@ from jaxrl.envs.env_registry import (
   innermost,
 )
 from jaxrl.envs.sandbox.sandbox_api import SandboxError
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, error_prefix
 from jaxrl.rollout.thread_pool import ThreadPool, Timeouts
 from jaxrl.run_options import EnvOptions
 from jaxrl.types import Task
 from jaxrl.user_code import describe_error
 from launch.rollouts.env_datasets import load_datasets
-from launch.runtime.local_runtime import LocalRuntime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RunSettings
 
 # What makes a task broken, by verdict.
@@ -93,7 +93,7 @@ class TaskChecker:
     self._make_env = {
       tag: _make_checkable(tag, env) for tag, env in settings.env.items()
     }
-    self._datasets = load_datasets(settings, LocalRuntime()).tests
+    self._datasets = load_datasets(settings, Runtime()).tests
     self.num_tasks = {tag: data.get_size() for tag, data in self._datasets.items()}
 
   async def check(self) -> AsyncIterator[CheckedTask]:
@@ -207,10 +207,8 @@ def _make_checkable(tag: str, env: EnvOptions) -> Any:
       'reference solutions: --check is for code, swe, terminal_bench, and classes of '
       'your own with apply_solution and empty_reply'
     )
-  try:
+  with error_prefix(f'env.{tag}'):
     return env_factory(prefix + name.removeprefix(ISOLATED_PREFIX), options)
-  except ValueError as error:
-    raise ConfigError(f'env.{tag}: {error}') from error
 
 
 def _reset(env: Any, task: Task) -> Any:

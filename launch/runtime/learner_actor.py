@@ -27,7 +27,6 @@ from jaxrl.training.parallelism import distributed
 from jaxrl.types import Group, Params
 from launch.learner import learner_factory
 from launch.learner.learner_factory import MakeLearners, Metrics, PhaseSpec
-from launch.runtime import weight_transport
 from launch.settings.run_settings import RunSettings, WeightTransport
 
 SENDER_MODULE = 'jaxrl.rollout.vllm.gpu_weight_sender'  # needs torch and vLLM
@@ -225,12 +224,12 @@ class LearnerActor:
     """
     last_id = snapshot_id or max(self._snapshots, default=0)
     if self._publisher is None:
-      self._publisher = weight_transport.make_publisher(
-        transport,
+      self._publisher = WeightPublisher(
         connect(),
-        self._device_thread,
+        device_thread=self._device_thread,
         part=self._rank,
         parts=self._num_processes,
+        **transport.options,
       )
     await self._publisher.publish(version, await self._params(snapshot_id))
     self._snapshots = {i: copy for i, copy in self._snapshots.items() if i > last_id}

@@ -12,6 +12,8 @@ from launch.runtime.placement import (
 )
 from launch.settings.cluster_settings import PLACEMENT as KEY
 
+PATIENCE_S = 60.0  # to wait until the devices are free
+
 
 class InsufficientResources(ConfigError):
   """The cluster does not have the devices that a run asks for, or not now."""
@@ -31,7 +33,6 @@ class PlacementGroup:
     placement: Which devices each part has.
     env: Environment variables that every actor is started with.
     avoid: Ids of nodes that do not answer, though Ray takes them for alive.
-    patience: Seconds to wait until the devices are free.
 
   Raises:
     InsufficientResources: They are not free in time.
@@ -46,7 +47,6 @@ class PlacementGroup:
     env: Mapping[str, str] | None = None,
     *,
     avoid: Collection[str] = (),
-    patience: float = 60.0,
   ):
     from ray import get_runtime_context
     from ray.util import placement_group
@@ -63,19 +63,19 @@ class PlacementGroup:
       self._group = placement_group(
         bundles, strategy='SPREAD', bundle_label_selector=[selector] * len(bundles)
       )
-      if not self._group.wait(patience):
+      if not self._group.wait(PATIENCE_S):
         self.close()
         raise InsufficientResources(
-          f'{KEY}: the cluster had no room for {bundles} within {patience:g} s; '
+          f'{KEY}: the cluster had no room for {bundles} within {PATIENCE_S:g} s; '
           'other runs may be using its devices'
         )
       try:
-        self._device_names = self._find_device_names(patience)
+        self._device_names = self._find_device_names()
       except Exception:
         self.close()
         raise
 
-  def _find_device_names(self, patience: float) -> dict[int | None, list[str]]:
+  def _find_device_names(self) -> dict[int | None, list[str]]:
     """Returns the names of the devices of each bundle that actors share."""
     import ray
     from ray.exceptions import GetTimeoutError
@@ -89,10 +89,10 @@ class PlacementGroup:
       options = self.actor_options(ActorResources(bundle=bundle, claims=claims))
       names.append(probe.options(**options).remote())
     try:
-      return dict(zip(bundles, ray.get(names, timeout=patience), strict=True))
+      return dict(zip(bundles, ray.get(names, timeout=PATIENCE_S), strict=True))
     except GetTimeoutError as error:
       raise InsufficientResources(
-        f'{KEY}: no process reported its devices within {patience:g} s'
+        f'{KEY}: no process reported its devices within {PATIENCE_S:g} s'
       ) from error
 
   def actor_options(

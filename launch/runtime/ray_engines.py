@@ -7,7 +7,7 @@ import asyncio
 import contextlib
 import os
 import pathlib
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 from jaxrl.data.tokenizer import load_tokenizer
@@ -99,6 +99,16 @@ class EngineActor(MonitoredEngine, JaxEngine):
     return await self._weight_client.pull(version, full=full)
 
 
+def _forward(name: str) -> Callable[..., Awaitable[Any]]:
+  """Returns a method that awaits the engine's method of this name."""
+
+  async def call(self: '_HostedEngine', *args: Any) -> Any:
+    async with self._translate_errors():
+      return await getattr(self._engine, name)(*args)
+
+  return call
+
+
 class _HostedEngine:
   """Passes an actor's calls on to `_engine`, which the actor itself makes."""
 
@@ -113,43 +123,9 @@ class _HostedEngine:
   def seconds_since_progress(self) -> float:
     return self._engine.seconds_since_progress
 
-  async def generate(
-    self,
-    request_id: str,
-    token_ids: Sequence[int],
-    sampling: SamplingParams,
-    *images: Any,
-  ) -> Completion:
-    async with self._translate_errors():
-      return await self._engine.generate(request_id, token_ids, sampling, *images)
-
-  async def abort(self, request_id: str) -> None:
-    async with self._translate_errors():
-      await self._engine.abort(request_id)
-
-  async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
-    async with self._translate_errors():
-      return await self._engine.progress(request_ids)
-
-  async def pause(self) -> None:
-    async with self._translate_errors():
-      await self._engine.pause()
-
-  async def drain(self) -> None:
-    async with self._translate_errors():
-      await self._engine.drain()
-
-  async def resume(self) -> None:
-    async with self._translate_errors():
-      await self._engine.resume()
-
-  async def sleep(self) -> None:
-    async with self._translate_errors():
-      await self._engine.sleep()
-
-  async def warmup(self) -> None:
-    async with self._translate_errors():
-      await self._engine.warmup()
+  generate, abort, progress = map(_forward, ('generate', 'abort', 'progress'))
+  pause, drain, resume = map(_forward, ('pause', 'drain', 'resume'))
+  sleep, warmup = map(_forward, ('sleep', 'warmup'))
 
   async def metrics(self) -> dict[str, float]:
     return self._engine.metrics()
@@ -189,8 +165,8 @@ class OwnEngineActor(MonitoredEngine, _HostedEngine):
     return await self._weight_client.pull(version, full=full)
 
 
-class _Vllm(_HostedEngine):
-  """The methods of a `VllmEngine`, which is made, and vLLM imported, in the actor.
+class VllmActor(MonitoredEngine, _HostedEngine):
+  """A `VllmEngine` in a process of its own, where it is made, and vLLM imported.
 
   transport: makes its end of the transport; None if the learner sends weights.
   """
@@ -232,21 +208,8 @@ class _Vllm(_HostedEngine):
 
   # The learner calls these four if it sends from its GPUs.
 
-  async def init_transfer(self, info: Mapping[str, Any]) -> None:
-    async with self._translate_errors():
-      await self._engine.init_transfer(info)
-
-  async def begin_update(self) -> None:
-    async with self._translate_errors():
-      await self._engine.begin_update()
-
-  async def update(self, info: Any) -> None:
-    async with self._translate_errors():
-      await self._engine.update(info)
-
-  async def end_update(self, version: int, digest: str) -> str:
-    async with self._translate_errors():
-      return await self._engine.end_update(version, digest)
+  init_transfer, begin_update = _forward('init_transfer'), _forward('begin_update')
+  update, end_update = _forward('update'), _forward('end_update')
 
   @contextlib.asynccontextmanager
   async def _translate_errors(self) -> AsyncIterator[None]:
@@ -265,10 +228,6 @@ class _Vllm(_HostedEngine):
         message = f'vLLM: {type(error).__name__}: {error}'
         raise RuntimeError(message) from None
       raise
-
-
-class VllmActor(MonitoredEngine, _Vllm):
-  """A `VllmEngine` in a process of its own."""
 
   async def health(self, limit: float) -> str:
     """Returns what is wrong with the engine, '' for nothing."""

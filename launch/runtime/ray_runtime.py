@@ -39,6 +39,7 @@ from launch.runtime.remote_learner import (
   RemotePublisher,
   connect_learner,
 )
+from launch.runtime.runtime_base import Runtime
 from launch.runtime.signal_handler import preserve_handlers
 from launch.runtime.supervision import ActorError, run_worker_with_restart
 from launch.settings.run_settings import RunSettings, WeightTransport
@@ -57,7 +58,7 @@ MEASURED_ACTORS = {
 log = logging.getLogger(__name__)
 
 
-class RayRuntime:
+class RayRuntime(Runtime):
   """Starts Ray on this machine, for this run alone, or joins a cluster.
 
   Args:
@@ -66,9 +67,8 @@ class RayRuntime:
   """
 
   def __init__(self, address: str = '', transport: WeightTransport | None = None):
-    self._transport = transport or WeightTransport('object_store')
+    super().__init__(transport or WeightTransport('object_store'))
     self._channel: Transport | None = None
-    self._store: VerifiedWeightStore | DirectWeightStore | None = None
     self._ray = ray = _import_ray(address)
     self._options: dict[str, Any] = {'num_cpus': 0}
     self._actors: list[tuple[str, Any]] = []

@@ -4,14 +4,14 @@ It is made from arguments that can be sent to another process.
 """
 
 import pathlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.component_calls import ComponentCall
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.envs.env_registry import ISOLATED_PREFIX, env_factory, find_env
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, error_prefix
 from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker
 from jaxrl.rollout.thread_pool import DEFAULT_NUM_THREADS, ThreadPool
@@ -24,48 +24,20 @@ class RolloutWorker(EnvWorker):
   """Runs the environments of a tag.
 
   Args:
-    env_type: Kind of the environments.
-    env_config: Their options.
-    folder: Where the tokenizer is.
+    make_context: Makes what they share, in the worker's process.
     env_ids: (group, sample) of each environment.
     options: Options of the env managers.
-    engine: The engine or router, or a handle.
-    queue: The group queue, or a handle.
-    dataset: The dataset, or a handle.
-    concurrency: Number of environments that step at once.
-    rewards: The reward pipeline, if rewards are not the environments' own.
     manager: The user's own env manager; None for ours.
-    chat: How conversations are written, where that is not as the folder says.
   """
 
   def __init__(
     self,
-    env_type: str,
-    env_config: Mapping[str, Any],
-    folder: pathlib.Path,
+    make_context: Callable[[], EnvContext],
     env_ids: list[tuple[int, int]],
     options: Mapping[str, Any],
-    *,
-    engine: Any,
-    queue: Any,
-    dataset: Any,
-    concurrency: int = DEFAULT_NUM_THREADS,
-    rewards: 'RewardPipeline | None' = None,
     manager: ComponentCall | None = None,
-    chat: ChatOptions | None = None,
   ):
-    context = make_env_context(
-      env_type,
-      env_config,
-      folder,
-      engine,
-      queue,
-      dataset,
-      concurrency=concurrency,
-      rewards=rewards,
-      chat=chat,
-    )
-    super().__init__(context, env_ids, options, manager)
+    super().__init__(make_context(), env_ids, options, manager)
 
 
 def make_env_context(
@@ -82,16 +54,23 @@ def make_env_context(
 ) -> EnvContext:
   """Returns what the environments of a tag share.
 
-  For the arguments see `RolloutWorker`.
+  Args:
+    env_type: Kind of the environments.
+    env_config: Their options.
+    folder: Where the tokenizer is.
+    engine: The engine or router, or a handle.
+    queue: The group queue, or a handle.
+    dataset: The dataset, or a handle.
+    concurrency: Number of environments that step at once.
+    rewards: The reward pipeline, if rewards are not the environments' own.
+    chat: How conversations are written, where that is not as the folder says.
 
   Raises:
     ConfigError: An isolated environment type is driven by an agent, or the folder has
       no chat template that can be used.
   """
-  try:
+  with error_prefix(str(folder)):
     chat_tokenizer = ChatTokenizer(load_tokenizer(folder), chat)
-  except ValueError as error:
-    raise ConfigError(f'{folder}: {error}') from error
   endpoint = None
   if getattr(find_env(env_type), 'played_by_agent', False):
     if env_type.startswith(ISOLATED_PREFIX):

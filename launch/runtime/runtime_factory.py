@@ -7,8 +7,7 @@ import jax
 
 from jaxrl.options import ConfigError
 from launch.runtime import placement
-from launch.runtime.local_runtime import LocalRuntime
-from launch.runtime.runtime_interface import Runtime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RunSettings
 
 
@@ -25,7 +24,7 @@ def make_runtime(settings: RunSettings, *, learns: bool = True) -> Runtime:
   cluster = settings.cluster
   if not cluster.ray:
     os.environ.update(placement.single_process_env(settings))
-    return LocalRuntime(settings.transport)
+    return Runtime(settings.transport)
   from launch.runtime.ray_runtime import RayRuntime  # Ray: seconds
 
   runtime = RayRuntime(cluster.address, settings.transport)

@@ -103,31 +103,6 @@ def _identity(transport: Transport) -> Transport:
   return transport
 
 
-def make_publisher(
-  settings: WeightTransport,
-  transport: Transport,
-  device_thread: DeviceThread,
-  *,
-  part: int = 0,
-  parts: int = 1,
-) -> WeightPublisher:
-  """Returns what a process of the learner publishes its shards with.
-
-  All processes publish every version. Whoever drives the run then has the engines load
-  it, once for all processes.
-
-  Args:
-    settings: How weights are published.
-    transport: This process's end.
-    device_thread: The thread on which snapshots are taken.
-    part: Number of the process.
-    parts: Number of the learner's processes.
-  """
-  return WeightPublisher(
-    transport, device_thread=device_thread, part=part, parts=parts, **settings.options
-  )
-
-
 def make_store(
   settings: WeightTransport,
   transport: Transport,
@@ -142,5 +117,7 @@ def make_store(
     engines: Handles with a method `pull`, as `EngineWeightClient` has it.
     device_thread: The thread on which snapshots are taken.
   """
-  publisher = make_publisher(settings, transport, device_thread)
+  publisher = WeightPublisher(
+    transport, device_thread=device_thread, **settings.options
+  )
   return VerifiedWeightStore(publisher, LoadCoordinator(engines))

@@ -21,7 +21,7 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import OptionalField, describe_keys, from_config, to_config
-from jaxrl.options import ConfigError, Options, closest_match
+from jaxrl.options import ConfigError, Options, closest_match, error_prefix
 
 TRUE = ('true', '1', 'yes', 'on')
 FALSE = ('false', '0', 'no', 'off')
@@ -57,10 +57,8 @@ class Command:
       ConfigError: If it is no such value.
     """
     text = self.flags[name]
-    try:
+    with error_prefix(f'--{name}={text}'):
       return parse_value(text, kind, None, False)
-    except ValueError as error:
-      raise ConfigError(f'--{name}={text}: {error}') from error
 
 
 def parse(
@@ -181,7 +179,7 @@ def load(
     plugins = _plugins(folder)
     algorithm = algorithm and plugins.algorithm(algorithm)
     own_envs = env_registry.naming(plugins.of('env'))  # for `env_section`
-  with _ConfigErrorContext(command.config, algorithm), own_envs:
+  with _naming_place(command.config, algorithm), own_envs:
     config = get_config(algorithm) if algorithm else get_config()
   if not isinstance(config, ConfigDict):
     raise ConfigError(
@@ -221,44 +219,36 @@ def _plugins(folder: str) -> Any:
   return plugins.read(folder)
 
 
-class _ConfigErrorContext:
+@contextlib.contextmanager
+def _naming_place(path: str, algorithm: str | None = None) -> Iterator[None]:
   """Turns a config file's own exception into a line that says where it arose.
 
   What the user's algorithm raises while it is imported keeps its traceback.
   """
-
-  def __init__(self, path: str, algorithm: str | None = None):
-    self.path = path
-    self._user_module = (algorithm or '').rpartition(':')[0]
-
-  def __enter__(self) -> None:
-    pass
-
-  def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
-    if not isinstance(error, Exception):
-      return
-    file = str(pathlib.Path(self.path).resolve())
-    lines = [f.lineno for f in traceback.extract_tb(trace) if f.filename == file]
-    place = f'{self.path}, line {lines[-1]}' if lines else self.path
-    if isinstance(error, ConfigError):
-      return
-    if self._user_module and self._in_own(error, trace):
-      return
+  try:
+    yield
+  except ConfigError:
+    raise
+  except Exception as error:
+    own_module = (algorithm or '').rpartition(':')[0]
+    if own_module and _arose_in(own_module, error):
+      raise
+    file = str(pathlib.Path(path).resolve())
+    frames = traceback.extract_tb(error.__traceback__)
+    lines = [f.lineno for f in frames if f.filename == file]
+    place = f'{path}, line {lines[-1]}' if lines else path
     raise ConfigError(f'{place}: {type(error).__name__}: {error}') from error
 
-  def _in_own(self, error: Exception, trace: Any) -> bool:
-    """Whether `error` arose in the user's algorithm."""
-    places = [(str(getattr(error, 'filename', '')), '')]
-    for frame, _ in traceback.walk_tb(trace):
-      places.append((frame.f_code.co_filename, frame.f_globals.get('__name__', '')))
-    path = (
-      self._user_module
-      if self._user_module.endswith('.py')
-      else self._user_module.replace('.', '/') + '.py'
-    )
-    return any(
-      file.endswith(path) or name == self._user_module for file, name in places
-    )
+
+def _arose_in(module_name: str, error: Exception) -> bool:
+  """Returns whether an error arose in the module or file of this name."""
+  places = [(str(getattr(error, 'filename', '')), '')]
+  for frame, _ in traceback.walk_tb(error.__traceback__):
+    places.append((frame.f_code.co_filename, frame.f_globals.get('__name__', '')))
+  path = module_name
+  if not path.endswith('.py'):
+    path = path.replace('.', '/') + '.py'
+  return any(file.endswith(path) or name == module_name for file, name in places)
 
 
 def module(path: str) -> Any:
@@ -278,7 +268,7 @@ def module(path: str) -> Any:
     raise ConfigError(f'--config={path}: cannot be read as Python')
   config_module = importlib.util.module_from_spec(spec)
   sys.modules[name] = config_module
-  with _ConfigErrorContext(path):
+  with _naming_place(path):
     try:
       spec.loader.exec_module(config_module)
     except SyntaxError as error:

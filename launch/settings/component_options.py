@@ -13,10 +13,14 @@ from jaxrl.algorithms import registry
 from jaxrl.component_calls import ComponentCall, parse_call, parse_calls
 from jaxrl.config import option_types
 from jaxrl.envs.env_registry import find_env
-from jaxrl.options import ConfigError, Kind, check_options, value_kind
+from jaxrl.options import (
+  Kind,
+  check_options,
+  error_prefix,
+  value_kind,
+)
 from jaxrl.types import Algorithm
 from jaxrl.user_code import import_object
-from launch.settings.run_settings import naming_key
 
 # Settings that are call strings; the other components are `registry.COMPONENT_MODULES`.
 CALL_SETTINGS = ('aggregation', 'sampler')
@@ -65,7 +69,7 @@ def parse_algorithm_options(spec: str, options: Mapping[str, Any]) -> dict[str, 
     if kind.type is not ComponentCall or not isinstance(value, str):
       continue
     if value:
-      with naming_key(f'algorithm.{name}', value):
+      with error_prefix(f'--config.algorithm.{name}={value}'):
         parsed[name] = parse_calls(value) if kind.is_many else parse_call(value)
     elif name in own_hints:  # elsewhere '' leaves the builder's choice
       parsed[name] = () if kind.is_many else None
@@ -89,7 +93,7 @@ def parse_env_config(
     ConfigError: If there is no such environment, or a text cannot be read.
   """
   env = find_env(env_type)
-  options = parse_typed_options(env, env_config, where)
+  options = _parse_typed_options(env, env_config, where)
   wraps = getattr(env, 'wraps', None)
   if wraps is not None:
     check_options(env, options, f'environment {env_type!r}')
@@ -100,28 +104,16 @@ def parse_env_config(
   return options
 
 
-def parse_typed_options(
+def _parse_typed_options(
   function: Callable[..., Any], options: Mapping[str, Any], where: str
 ) -> dict[str, Any]:
-  """Parses those options whose declared types are not plain values.
-
-  Args:
-    function: The function or class that takes them.
-    options: Values by name; unknown names are left as they are.
-    where: Key of the section, such as 'env.math.env_config'.
-
-  Returns:
-    The options, with calls in place of their texts.
-
-  Raises:
-    ConfigError: If a text cannot be read.
-  """
+  """Parses those options whose declared types are not plain values."""
   hints = option_types(function)
   parsed = dict(options)
   for name, value in options.items():
     if not isinstance(value, str):
       continue
-    with naming_key(f'{where}.{name}', value):
+    with error_prefix(f'--config.{where}.{name}={value}'):
       parsed[name] = _parse_value(value, hints.get(name))
   return parsed
 
@@ -183,9 +175,5 @@ def check_env_manager(call: ComponentCall, tag: str, env_type: str) -> None:
 
   is_agent = getattr(find_env(env_type), 'played_by_agent', False)
   where = f'env.{tag}.manager={call}'
-  try:
+  with error_prefix(where):
     find_env_manager(call, where, is_agent=is_agent)
-  except ValueError as error:
-    if str(error).startswith(where):
-      raise
-    raise ConfigError(f'{where}: {error}') from error

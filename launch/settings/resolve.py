@@ -21,8 +21,14 @@ from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.store import store_options
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.envs.graders import composite
-from jaxrl.options import ConfigError, unknown_name_error
-from jaxrl.run_options import EnvOptions, EvalSetOptions, ModelOptions, RunOptions
+from jaxrl.options import ConfigError, error_prefix, unknown_name_error
+from jaxrl.run_options import (
+  EnvOptions,
+  EvalSetOptions,
+  ModelOptions,
+  RunOptions,
+  TagDatasetOptions,
+)
 from jaxrl.types import Algorithm
 from launch.settings import off_policy
 from launch.settings.cluster_settings import make_placement, make_transport
@@ -37,8 +43,6 @@ from launch.settings.run_settings import (
   EvalSetSettings,
   RewardTermSettings,
   RunSettings,
-  TaskSettings,
-  naming_key,
 )
 
 log = logging.getLogger(__name__)
@@ -154,7 +158,7 @@ def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
   Raises:
     ConfigError: If the text is no such sum.
   """
-  with naming_key('rollout.rewards', text):
+  with error_prefix(f'--config.rollout.rewards={text}'):
     terms = composite.grader_terms(parse_grader_calls(text))
     return tuple(RewardTermSettings(*term) for term in terms)
 
@@ -212,26 +216,24 @@ def _fit_algorithm(settings: RunSettings) -> Algorithm:
   return requirements.with_length(algorithm, max(limits or [settings.batch.max_length]))
 
 
-def tag_tasks(options: RunOptions, tag: str) -> TaskSettings:
-  """Returns where the tasks of an environment tag come from.
+def tag_tasks(options: RunOptions, tag: str) -> TagDatasetOptions:
+  """Returns where the tasks of an environment tag come from, with nothing left open.
 
   Args:
     options: The options of the run.
     tag: The environment tag.
   """
   own, run = options.env[tag].dataset, options.dataset
-  columns = own.columns.or_else(run.columns)
-  return TaskSettings(
+  return own.replace(
     path=own.path or run.path,
     split=own.split or run.split,
     limit=run.limit if own.limit is None else own.limit,
-    question_key=columns.question or '',
-    answer_key=columns.answer or '',
+    columns=own.columns.or_else(run.columns),
     curriculum=own.curriculum or run.curriculum,
   )
 
 
-def evaluation_options(options: RunOptions) -> dict[str, EvalSetOptions]:
+def evaluation_sets(options: RunOptions) -> dict[str, EvalSetSettings]:
   """Returns the evaluation sets by name, with what they leave open filled in.
 
   Args:
@@ -254,30 +256,12 @@ def evaluation_options(options: RunOptions) -> dict[str, EvalSetOptions]:
       for field in ('num_tasks', 'group_size', 'temperature', 'interval')
       if getattr(own, field) is None
     ]
-    filled[name] = own.replace(
+    filled_options = own.replace(
       tag=tag,
       path=own.path or ('' if rows.path else run.path),
       split=own.split or run.split,
       columns=own.columns.or_else(rows.columns).or_else(options.dataset.columns),
       **{field: getattr(run, field) for field in open_fields},
     )
+    filled[name] = EvalSetSettings(**filled_options.as_dict())
   return filled
-
-
-def evaluation_sets(options: RunOptions) -> dict[str, EvalSetSettings]:
-  """Returns the evaluation sets by name.
-
-  Args:
-    options: The options of the run.
-
-  Raises:
-    ConfigError: If a set names no environment tag.
-  """
-  sets = {}
-  for name, filled in evaluation_options(options).items():
-    values, columns = filled.as_dict(), filled.columns
-    values.pop('columns')
-    sets[name] = EvalSetSettings(
-      **values, question_key=columns.question or '', answer_key=columns.answer or ''
-    )
-  return sets

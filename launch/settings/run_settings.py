@@ -6,7 +6,7 @@ has to be parsed.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from ml_collections import ConfigDict
@@ -14,13 +14,12 @@ from ml_collections import ConfigDict
 from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import Component
 from jaxrl.data.chat_tokenizer import ChatOptions
-from jaxrl.data.row_sources import RowSources
 from jaxrl.data.store.store_options import ReaderOptions
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.models.exact_mode import Exact
-from jaxrl.options import ConfigError
+from jaxrl.options import error_prefix
 from jaxrl.rollout.engine.engine_base import EngineTraits
-from jaxrl.run_options import RunOptions
+from jaxrl.run_options import EvalSetOptions, RunOptions, TagDatasetOptions
 from jaxrl.types import Algorithm
 
 TEACHER_CHECKPOINT = '--config.teacher.checkpoint'
@@ -31,67 +30,9 @@ def teacher_key(tag: str) -> str:
   return f'--config.teacher.by_tag.{tag}' if tag else TEACHER_CHECKPOINT
 
 
-@contextlib.contextmanager
-def naming_key(key: str, text: Any) -> Iterator[None]:
-  """Makes the errors of a block begin with a config key and its value.
+class EvalSetSettings(EvalSetOptions):
+  """An evaluation set with nothing left open."""
 
-  Args:
-    key: The dotted key.
-    text: Its value.
-
-  Raises:
-    ConfigError: An error of the block, with the key.
-  """
-  try:
-    yield
-  except ValueError as error:
-    raise ConfigError(f'--config.{key}={text}: {error}') from error
-
-
-@dataclasses.dataclass(frozen=True)
-class TaskSettings:
-  """Rows that hold tasks.
-
-  Attributes:
-    limit: Most rows; None for all.
-    question_key: Key of a row's question; '' if rows have none.
-    answer_key: Key of a row's answer; '' if rows have none.
-    curriculum: Which rows are drawn.
-  """
-
-  path: RowSources
-  split: str
-  limit: int | None
-  question_key: str
-  answer_key: str
-  curriculum: ComponentCall
-
-  @property
-  def options(self) -> dict[str, Any]:
-    """Options of `GlobalDataset`, beside the path."""
-    names = [field.name for field in dataclasses.fields(self) if field.name != 'path']
-    return {name: getattr(self, name) for name in names}
-
-
-@dataclasses.dataclass(frozen=True)
-class EvalSetSettings:
-  """One evaluation set.
-
-  Attributes:
-    tag: The environment tag that plays it.
-    path: Where its rows come from; '' for the file of `split` beside the tag's.
-    question_key: Key of a row's question; '' if rows have none.
-    answer_key: Key of a row's answer; '' if rows have none.
-    num_tasks: Most tasks; -1 for each row once.
-    group_size: Samples per task.
-    interval: Steps between evaluations; 0 for none.
-  """
-
-  tag: str
-  path: RowSources
-  split: str
-  question_key: str
-  answer_key: str
   num_tasks: int
   group_size: int
   temperature: float
@@ -209,7 +150,7 @@ class RunSettings(RunOptions):
   rewards: tuple[RewardTermSettings, ...]
   transport: WeightTransport
   placement: PlacementSettings
-  tasks: Mapping[str, TaskSettings]
+  tasks: Mapping[str, TagDatasetOptions]
   evaluations: Mapping[str, EvalSetSettings]
   chat: ChatOptions
   experience_store: ReaderOptions | None
@@ -264,7 +205,7 @@ class RunSettings(RunOptions):
     Args:
       key: The dotted key.
     """
-    return naming_key(key, self.text(key))
+    return error_prefix(f'--config.{key}={self.text(key)}')
 
   def env_manager_config(self, tag: str) -> ConfigDict:
     """Returns a tag's section as group filters are given it."""

@@ -13,7 +13,7 @@ from jaxrl.data.rows.task_rows import USUAL_COLUMNS
 from jaxrl.envs.env_registry import env_factory, uses_dataset
 from jaxrl.functional import components
 from jaxrl.models import huggingface, remat
-from jaxrl.options import ConfigError, defaults, unknown_name_error
+from jaxrl.options import ConfigError, defaults, error_prefix, unknown_name_error
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
@@ -157,11 +157,9 @@ def _validate_batch(settings: RunSettings) -> None:
 
 def _validate_checkpoint(settings: RunSettings) -> None:
   folder = settings.model.checkpoint
-  try:
+  with error_prefix(f'--config.model.checkpoint={folder}', OSError):
     if folder:
       huggingface.load_config(hub.find_checkpoint(folder, only_config=True))
-  except (OSError, ValueError) as error:
-    raise ConfigError(f'--config.model.checkpoint={folder}: {error}') from error
 
 
 def _validate_rollouts(settings: RunSettings) -> None:
@@ -176,10 +174,8 @@ def _validate_rollouts(settings: RunSettings) -> None:
       )
     allocate_groups(settings.batch.num_groups, shares)
   for tag, env in settings.env.items():
-    try:
+    with error_prefix(f'env.{tag}'):
       env_factory(env.env_type, env.env_config)
-    except ValueError as error:
-      raise ConfigError(f'env.{tag}: {error}') from error
     _validate_tag_dataset(settings, tag)
     _validate_formulation(settings, tag)
   for name in settings.active_evaluations:
@@ -241,19 +237,15 @@ def _validate_formulation(settings: RunSettings, tag: str) -> None:
 def _validate_group_pipeline(settings: RunSettings) -> None:
   """Checks what happens to groups between being played and being trained on."""
   group_size = settings.algorithm.group_size if settings.plays else None
-  try:
-    text = join_calls(settings.group_filters)
+  text = join_calls(settings.group_filters)
+  with error_prefix(f'--config.rollout.group_filter={text}'):
     make_group_filter(
       settings.group_filters, settings.config, {}, group_size=group_size
     )
-  except ValueError as error:
-    raise ConfigError(f'--config.rollout.group_filter={text}: {error}') from error
-  try:
-    text = join_calls(settings.reward_shapers)
-    limits = {'max_length': settings.batch.max_length}
+  text = join_calls(settings.reward_shapers)
+  limits = {'max_length': settings.batch.max_length}
+  with error_prefix(f'--config.rollout.reward_shaping={text}'):
     make_reward_shaper(settings.reward_shapers, limits)
-  except ValueError as error:
-    raise ConfigError(f'--config.rollout.reward_shaping={text}: {error}') from error
 
 
 def _validate_curriculum(settings: RunSettings) -> None:

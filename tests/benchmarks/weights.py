@@ -26,7 +26,7 @@ from jaxrl.rollout.weights.weight_store import InProcessWeightStore
 from jaxrl.types import Params
 from launch import build
 from launch.logging.metric_sinks import MultiSink
-from launch.runtime import local_runtime
+from launch.runtime import runtime_base
 from launch.runtime.object_store import ObjectDirectory, ObjectStoreTransport
 from launch.runtime.ray_runtime import RayRuntime
 from launch.settings.resolve import resolve_settings
@@ -171,7 +171,7 @@ def real(config: Config, steps: int, lessons: int) -> dict[str, float]:
 
   with (
     tempfile.TemporaryDirectory() as folder,
-    mock.patch.object(local_runtime.LocalRuntime, 'make_weight_store', weights),
+    mock.patch.object(runtime_base.Runtime, 'make_weight_store', weights),
   ):
     job = build.build(
       resolve_settings(config),

@@ -17,13 +17,13 @@ from launch.rollouts.env_datasets import (
   sibling_split_path,
 )
 from launch.rollouts.rollout_scheduler import RolloutScheduler
-from launch.runtime.local_runtime import LocalRuntime
+from launch.runtime.runtime_base import Runtime
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate
 from tests.launch import runs, two_tags, varied
 
 
-class Counting(LocalRuntime):
+class Counting(Runtime):
   """Notes what it spawns."""
 
   def __init__(self):
@@ -120,7 +120,7 @@ def test_a_tag_takes_what_it_leaves_open_from_the_run(tmp_path):
   config = with_own_rows(tmp_path, columns={})
   config.dataset.columns.question = 'problem'
   tasks = resolve_settings(config).tasks['own']
-  assert tasks.question_key == 'problem' and tasks.split == config.dataset.split
+  assert tasks.columns.question == 'problem' and tasks.split == config.dataset.split
   assert str(tasks.curriculum) == config.dataset.curriculum
   assert resolve_settings(config).tasks['arithmetic'].path
 
@@ -310,7 +310,7 @@ def seen_shares(config, **paths):
   for name, value in paths.items():
     (config.dataset if name == 'path' else config.eval).path = str(value)
   settings = resolve_settings(config)
-  return load_datasets(settings, LocalRuntime()).seen_shares, settings
+  return load_datasets(settings, Runtime()).seen_shares, settings
 
 
 def test_evaluating_on_training_rows_is_said(tmp_path):

@@ -219,16 +219,8 @@ def _message_end(
 def _find_written_ends(
   added: AddedTokens, render: Callable[..., str], reply: Message, found: Any
 ) -> set[int]:
-  """Finds the tokens that a template writes after a reply, with and without calls.
-
-  Args:
-    added: The tokenizer's added tokens.
-    render: Renders messages.
-    reply: A reply.
-    found: The match of the token after the last reply; None if there is none, so that
-      what begins the next message ends a reply.
-  """
-  if found is None:
+  """Finds the tokens that a template writes after a reply, with and without calls."""
+  if found is None:  # what begins the next message ends a reply
     return _find_next_headers(added, render, reply)
   return {added.ids[found[0]]} | _find_ends_of_calls(added, render)
 

@@ -15,6 +15,7 @@ import bz2
 import csv
 import gzip
 import io
+import itertools
 import json
 import lzma
 import re
@@ -153,10 +154,6 @@ def _lines(file: Path, newline: str | None = None) -> Iterator[str]:
       raise _not_text(file, error) from error
 
 
-def _read_text(file: Path) -> str:
-  return ''.join(_lines(file))
-
-
 def _not_text(file: Path, error: UnicodeError) -> DataError:
   with _open_bytes(file) as data:
     for number, line in enumerate(data, 1):
@@ -227,7 +224,7 @@ def _check_surrogates(text: str, value: Any, where: str) -> None:
 
 
 def _read_json(file: Path) -> Iterator[Row]:
-  text = _read_text(file)
+  text = ''.join(_lines(file))
   values = _json_values(text, file)
   _check_surrogates(text, values, str(file))
   rows = _listed_rows(values[0], file) if len(values) == 1 else values
@@ -306,7 +303,7 @@ def _read_csv(file: Path) -> Iterator[Row]:
     separator, skipped = match[1], 1
   else:
     separator = _separator(file, first)
-    lines = _with_first(first, lines)
+    lines = itertools.chain([first], lines)
   reader = csv.reader(lines, delimiter=separator, strict=True)
   number = 1
   try:
@@ -344,11 +341,6 @@ def _next_record(reader: Iterator[list[str]]) -> list[str] | None:
       return next(reader, None)
     finally:
       csv.field_size_limit(limit)
-
-
-def _with_first(first: str, lines: Iterator[str]) -> Iterator[str]:
-  yield first
-  yield from lines
 
 
 def _check_header(file: Path, header: list[str]) -> None:

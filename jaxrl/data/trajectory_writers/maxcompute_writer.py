@@ -11,7 +11,7 @@ import os
 import pathlib
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
@@ -30,28 +30,21 @@ CREDENTIAL_KEYS = ('endpoint', 'tunnel_endpoint', 'access_id', 'access_key')
 class MaxComputeWriter:
   """Writes parts to a table, or to a partition of it, which is created if missing.
 
-  Rows are added to those that the partition already has.
+  Rows are added to those that the partition already has. ODPS_ENDPOINT, ODPS_ACCESS_ID,
+  ODPS_ACCESS_KEY and, optionally, ODPS_TUNNEL_ENDPOINT say where; without keys, the
+  tokens that pyodps finds.
 
   Args:
     path: `odps://project/tables/table/ds=name`.
     types: The type of each column. The table must have these columns, in any order; its
       others become null.
     folder: A folder on this machine's disk for the ids of uploads.
-    connect: Returns pyodps's entry object for a project. By default it is built from
-      ODPS_ENDPOINT, ODPS_ACCESS_ID, ODPS_ACCESS_KEY and optionally
-      ODPS_TUNNEL_ENDPOINT; without keys, from the tokens that pyodps finds.
 
   Raises:
     ValueError: If the path has another form.
   """
 
-  def __init__(
-    self,
-    path: str,
-    types: Mapping[str, str],
-    folder: pathlib.Path,
-    connect: Callable[[str], Any] | None = None,
-  ):
+  def __init__(self, path: str, types: Mapping[str, str], folder: pathlib.Path):
     self._where = f'trajectory_dump.path={path}'
     match = ODPS_PATH.fullmatch(path)
     if match is None:
@@ -60,9 +53,9 @@ class MaxComputeWriter:
     self._partition = ','.join(filter(None, parts.split('/'))) or None
     self._types = dict(types)
     self._folder = folder
-    self._connect = connect or self._environment
 
-  def _environment(self, project: str) -> Any:
+  def _connect(self, project: str) -> Any:
+    """Returns pyodps's entry object, by the variables or tokens that it finds."""
     try:
       from odps import ODPS  # pyright: ignore[reportMissingImports]
     except ImportError:

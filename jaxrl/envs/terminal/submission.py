@@ -91,7 +91,7 @@ def unpack_submission(
       link_target_size is None
       or name in sizes
       or not links.isdisjoint(prefixes)
-      or _has_parent_reference(member)
+      or '..' in member.name.split('/')
     ):
       return None
     try:
@@ -109,10 +109,6 @@ def unpack_submission(
       tar.extractall(folder, filter=keep_member)
   except (tarfile.TarError, OSError, ValueError, KeyError) as error:
     raise SubmissionError(f'the tree cannot be unpacked: {error}') from error
-
-
-def _has_parent_reference(member: tarfile.TarInfo) -> bool:
-  return '..' in member.name.split('/')
 
 
 def restore_protected(

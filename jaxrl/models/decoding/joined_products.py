@@ -54,11 +54,6 @@ def _plain_kinds() -> set[frozenset[str]]:
   return {frozenset({'kernel'}), frozenset(PLAIN)}
 
 
-def is_joined(weights: Params) -> bool:
-  """Returns whether a layer's parameters have joined matrices."""
-  return any(joined in weights.get(module, {}) for module, _, joined in JOINED)
-
-
 def part(config: ModelConfig, weights: Params) -> tuple[Params, dict[str, Any]]:
   """Undoes `join` for one layer.
 

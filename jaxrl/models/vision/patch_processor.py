@@ -64,11 +64,6 @@ class PatchProcessor:
     """Returns the id of the placeholder token."""
     return self.vision.image_token
 
-  @property
-  def spatial_merge(self) -> int:
-    """Returns the patches of the side of the square that one token stands for."""
-    return self.vision.merge_size
-
   def grid(self, image: Pixels) -> Grid:
     """Returns how many patches an image has: 1 frame, rows and columns.
 

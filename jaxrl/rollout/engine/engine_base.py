@@ -161,6 +161,7 @@ class EngineBase:
   """
 
   traits = EngineTraits()
+  _processor: Any = None  # of images, where the model sees them
 
   def __init__(self, tokenizer: Any, *, max_length: int, vocab_size: int):
     """Initializes an engine without requests.
@@ -242,8 +243,11 @@ class EngineBase:
 
   def _check_images(self, prompt: np.ndarray, images: tuple[Any, ...]) -> str:
     """Says what is wrong with the images of a request, if it has any; '' if nothing."""
-    del prompt, images
-    return 'it has images, and this engine serves a model that sees none'
+    if self._processor is None:
+      return 'it has images, and this engine serves a model that sees none'
+    from jaxrl.rollout.engine import image_features  # few models see images
+
+    return image_features.check_prompt(self._processor, prompt, images)
 
   def _enqueue(self, request: EngineRequest) -> None:
     """Queues a new request."""

@@ -159,7 +159,6 @@ class JaxEngine(EngineBase):
       max_stop_ids=max_stop_ids,
       sharding=sharding,
     )
-    self._processor: Any = None  # of images
     if model.config.vision is not None:
       from jaxrl.models.vision.patch_processor import PatchProcessor  # few models do
 
@@ -284,13 +283,6 @@ class JaxEngine(EngineBase):
         f'{max_prefill}'
       )
     return ''
-
-  def _check_images(self, prompt: np.ndarray, images: tuple[Any, ...]) -> str:
-    if self._processor is None:
-      return super()._check_images(prompt, images)
-    from jaxrl.rollout.engine import image_features
-
-    return image_features.check_prompt(self._processor, prompt, images)
 
   def _enqueue(self, request: EngineRequest) -> None:
     if request.images:

@@ -30,14 +30,7 @@ class AnthropicFormatter(FormatterBase):
     self._open = ''  # the type of the block that is being written
 
   def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
-    """Formats the body of a response that is not streamed.
-
-    Args:
-      results: The result.
-
-    Returns:
-      The body.
-    """
+    """Formats the body of a response that is not streamed."""
     (result,) = results
     blocks: list[dict[str, Any]] = []
     if result.thought:
@@ -58,11 +51,7 @@ class AnthropicFormatter(FormatterBase):
   # ---- streams
 
   def opening_events(self, choices: Sequence[ChoiceRunner]) -> list[Event]:
-    """Returns the events that open a stream.
-
-    Args:
-      choices: What generates the reply.
-    """
+    """Returns the events that open a stream."""
     (choice,) = choices
     self._key = choice.key
     usage = _usage(choice.num_prompt_tokens, None)
@@ -70,12 +59,7 @@ class AnthropicFormatter(FormatterBase):
     return [{'type': 'message_start', 'message': message}, {'type': 'ping'}]
 
   def delta_events(self, index: int, delta: ReplyDelta) -> list[Event]:
-    """Returns the events of what is new.
-
-    Args:
-      index: 0, because there is one reply.
-      delta: What is new of it.
-    """
+    """Returns the events of what is new."""
     events = []
     if delta.thought:
       empty = {'type': 'thinking', 'thinking': '', 'signature': ''}
@@ -88,12 +72,7 @@ class AnthropicFormatter(FormatterBase):
     return events
 
   def result_events(self, index: int, result: ChoiceResult) -> list[Event]:
-    """Returns the events that end a reply, with its tool calls.
-
-    Args:
-      index: 0, because there is one reply.
-      result: The reply.
-    """
+    """Returns the events that end a reply, with its tool calls."""
     events = []
     for call in result.tool_calls:
       block = _call_block(call)
@@ -106,19 +85,11 @@ class AnthropicFormatter(FormatterBase):
     return [*events, {'type': 'message_delta', 'delta': delta, 'usage': usage}]
 
   def closing_events(self, results: Sequence[ChoiceResult]) -> list[Event]:
-    """Returns the events that end a stream.
-
-    Args:
-      results: The result.
-    """
+    """Returns the events that end a stream."""
     return [{'type': 'message_stop'}]
 
   def error_events(self, error: ApiError) -> list[Event]:
-    """Returns the events of an error in a stream.
-
-    Args:
-      error: The error.
-    """
+    """Returns the events of an error in a stream."""
     return [error_body(error)]
 
   def _begin(self, name: str, block: dict[str, Any]) -> list[Event]:

@@ -195,7 +195,7 @@ class ChoiceRunner:
     self._prompt = prompt
     self._sampling = sampling
     self.key = key
-    self.name = f'{request.id_prefix}{key}'
+    self.name = f'{request.form.id_prefix}{key}'
     self.num_prompt_tokens = len(prompt.tokens)
     self._request_name = request_name
     # The engine's present request: its id, and the reply's ids from earlier requests.
@@ -295,7 +295,7 @@ class ChoiceRunner:
     num_uncertain = max((overlap(text, marker) for marker in markers), default=0)
     text, thought = text[: len(text) - num_uncertain], ''
     thoughts = self._chat.thought_format
-    if self._request.splits_thoughts and thoughts is not None:
+    if self._request.form.splits_thoughts and thoughts is not None:
       opened = self._chat.opens_thought
       thought, text = thoughts.split_begun(text, opened=opened)
     if self._request.tools:
@@ -363,7 +363,7 @@ class ChoiceRunner:
       parts: The parts of the reply, if it may have calls.
     """
     thoughts, opened = self._chat.thought_format, self._chat.opens_thought
-    if not self._request.splits_thoughts or thoughts is None:
+    if not self._request.form.splits_thoughts or thoughts is None:
       return '', content
     if not thoughts.is_marked(text, opened=opened):
       return '', content
@@ -385,7 +385,7 @@ class ChoiceRunner:
   def _spellings(self, result: ChoiceResult) -> list[Message]:
     """Returns the reply as the agent may send it back, first as the chat API has it."""
     spellings = [result.message]
-    if self._request.splits_thoughts:
+    if self._request.form.splits_thoughts:
       apart = {'content': result.text, 'reasoning_content': result.thought}
       for write in (lambda call: call, _with_plain_numbers):
         calls = [write(call) for call in result.tool_calls]

@@ -1,10 +1,11 @@
 """FormatterBase holds what the formatters of all APIs know of their request."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
-from jaxrl.rollout.gateway.generation_request import GenerationRequest
+from jaxrl.rollout.gateway.choice_runner import ChoiceResult, ChoiceRunner, ReplyDelta
+from jaxrl.rollout.gateway.generation_request import ApiError, GenerationRequest
 
 Decode = Callable[[list[int]], str]
 Event = dict[str, Any]
@@ -35,3 +36,56 @@ class FormatterBase:
 
   def __post_init__(self):
     """Prepares what a formatter of one API counts on."""
+
+  def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+    """Formats the body of a response that is not streamed.
+
+    Args:
+      results: The result of each choice; some APIs have one choice alone.
+
+    Returns:
+      The body.
+    """
+    raise NotImplementedError
+
+  def opening_events(self, choices: Sequence[ChoiceRunner]) -> list[Event]:
+    """Returns the events that open a stream.
+
+    Args:
+      choices: What generates the replies.
+    """
+    raise NotImplementedError
+
+  def delta_events(self, index: int, delta: ReplyDelta) -> list[Event]:
+    """Returns the events of what is new of a reply.
+
+    Args:
+      index: The choice's index.
+      delta: What is new of it.
+    """
+    raise NotImplementedError
+
+  def result_events(self, index: int, result: ChoiceResult) -> list[Event]:
+    """Returns the events that end a reply, with its tool calls.
+
+    Args:
+      index: The choice's index.
+      result: The reply.
+    """
+    raise NotImplementedError
+
+  def closing_events(self, results: Sequence[ChoiceResult]) -> list[Event]:
+    """Returns the events that end a stream.
+
+    Args:
+      results: The result of each choice.
+    """
+    raise NotImplementedError
+
+  def error_events(self, error: ApiError) -> list[Event]:
+    """Returns the events of an error in a stream.
+
+    Args:
+      error: The error.
+    """
+    raise NotImplementedError

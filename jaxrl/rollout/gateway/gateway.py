@@ -198,7 +198,7 @@ class Gateway:
     state = self._find_session(name, request.n)
     self._raise_if_unsupported(request, state)
     state.request_cache = cache or state.request_cache
-    field = request.prompt_field
+    field = request.form.prompt_field
     # Counts the replies as running, so that the session is not dropped or overfull.
     state.num_running += request.n
     try:
@@ -266,7 +266,7 @@ class Gateway:
       raise invalid_field('tool_choice', message, 'unsupported_value')
     if reason:
       message = f'only text is supported, as {reason}'
-      raise invalid_field(request.format_field, message, 'unsupported_value')
+      raise invalid_field(request.form.format_field, message, 'unsupported_value')
 
   async def run_on_tokenizer_thread(self, fn: Callable[..., Any], *args: Any) -> Any:
     """Runs what takes long on the one thread that also tokenizes.

@@ -154,21 +154,6 @@ class GenerationRequest:
   echo: dict[str, Any] = dataclasses.field(default_factory=dict)
 
   @property
-  def id_prefix(self) -> str:
-    """Returns the beginning of the ids of its replies."""
-    return API_FORMS[self.api].id_prefix
-
-  @property
-  def prompt_field(self) -> str:
-    """Returns the name of the field that holds the prompt."""
-    return API_FORMS[self.api].prompt_field
-
-  @property
-  def format_field(self) -> str:
-    """Returns the name of the field that says what kind of text a reply is."""
-    return API_FORMS[self.api].format_field
-
-  @property
-  def splits_thoughts(self) -> bool:
-    """Returns whether the client gets thoughts apart from the text."""
-    return API_FORMS[self.api].splits_thoughts
+  def form(self) -> ApiForm:
+    """The form of the API that it was sent to."""
+    return API_FORMS[self.api]

@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 
 from aiohttp import web
 
@@ -35,6 +35,7 @@ from jaxrl.rollout.gateway.connection_limits import (
   ConnectionLimits,
   request_in_progress,
 )
+from jaxrl.rollout.gateway.formatter_base import FormatterBase
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.generation_request import (
   ApiError,
@@ -56,7 +57,6 @@ _FORMATTERS = {
   'responses': ResponsesFormatter,
   'messages': AnthropicFormatter,
 }
-_Formatter = ResponseFormatter | ResponsesFormatter | AnthropicFormatter
 _Parser = Callable[[bytes, RequestCache | None], GenerationRequest]
 _Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
@@ -266,7 +266,7 @@ class GatewayServer:
     return web.json_response(formatter.full_response(ordered))
 
   async def _stream(
-    self, request: web.Request, choices: list[ChoiceRunner], formatter: _Formatter
+    self, request: web.Request, choices: list[ChoiceRunner], formatter: FormatterBase
   ) -> web.StreamResponse:
     """Sends server-sent events; an error after the first event is itself an event."""
     response = web.StreamResponse()
@@ -350,19 +350,14 @@ class GatewayServer:
     return web.json_response({'done': done, 'trajectories': len(rows)})
 
 
-@contextlib.asynccontextmanager
-async def serve_gateway(
+def serve_gateway(
   server: GatewayServer, *, host: str = '127.0.0.1', port: int = 0
-) -> AsyncIterator[str]:
-  """Serves while the context lasts.
+) -> contextlib.AbstractAsyncContextManager[str]:
+  """Serves while the context lasts, which yields the base URL without /v1.
 
   Args:
     server: The server.
     host: The address to listen to; by default only this machine can connect.
     port: The port; 0 takes any that is free.
-
-  Yields:
-    The base URL, without /v1.
   """
-  async with serve_app(server.app, server.connections, host=host, port=port) as url:
-    yield url
+  return serve_app(server.app, server.connections, host=host, port=port)

@@ -21,14 +21,7 @@ class ResponseFormatter(FormatterBase):
     self._names: list[str] = []  # of the choices
 
   def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
-    """Formats the body of a response that is not streamed.
-
-    Args:
-      results: The result of each choice.
-
-    Returns:
-      The body.
-    """
+    """Formats the body of a response that is not streamed."""
     choices = []
     for i, result in enumerate(results):
       choice = {'index': i, **self._final_fields(result)}
@@ -49,11 +42,7 @@ class ResponseFormatter(FormatterBase):
     return body
 
   def opening_events(self, choices: Sequence[ChoiceRunner]) -> list[dict[str, Any]]:
-    """Returns the chunks that open the choices; plain completions have none.
-
-    Args:
-      choices: What generates them.
-    """
+    """Returns the chunks that open the choices; plain completions have none."""
     self._names = [choice.name for choice in choices]
     if not self._is_chat:
       return []
@@ -64,24 +53,14 @@ class ResponseFormatter(FormatterBase):
     ]
 
   def delta_events(self, index: int, delta: ReplyDelta) -> list[dict[str, Any]]:
-    """Returns the chunk of what is new.
-
-    Args:
-      index: The choice's index.
-      delta: What is new of it.
-    """
+    """Returns the chunk of what is new."""
     fields: dict[str, Any] = {'text': delta.text}
     if self._is_chat:
       fields = {'delta': {'content': delta.text}}
     return [self._chunk(self._names[index], {'index': index, **fields})]
 
   def result_events(self, index: int, result: ChoiceResult) -> list[dict[str, Any]]:
-    """Returns the chunk that ends a choice, with its tool calls.
-
-    Args:
-      index: The choice's index.
-      result: The choice's result.
-    """
+    """Returns the chunk that ends a choice, with its tool calls."""
     fields: dict[str, Any] = {'delta': {}} if self._is_chat else {'text': ''}
     if calls := result.tool_calls:
       indexed_calls = [{'index': i, **call} for i, call in enumerate(calls)]
@@ -90,21 +69,13 @@ class ResponseFormatter(FormatterBase):
     return [self._chunk(result.name, choice)]
 
   def closing_events(self, results: Sequence[ChoiceResult]) -> list[dict[str, Any]]:
-    """Returns the chunk of token counts that ends a stream on request.
-
-    Args:
-      results: The result of each choice.
-    """
+    """Returns the chunk of token counts that ends a stream on request."""
     if not self.request.include_usage:
       return []
     return [{**self._chunk(results[0].name), 'usage': token_usage(results)}]
 
   def error_events(self, error: ApiError) -> list[dict[str, Any]]:
-    """Returns the chunk of an error in a stream.
-
-    Args:
-      error: The error.
-    """
+    """Returns the chunk of an error in a stream."""
     return [error.body]
 
   def _chunk(self, name: str, *choices: dict[str, Any]) -> dict[str, Any]:

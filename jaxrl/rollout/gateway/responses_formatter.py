@@ -23,14 +23,7 @@ class ResponsesFormatter(FormatterBase):
     self._open: dict[str, Any] | None = None  # the item that is being written
 
   def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
-    """Formats the body of a response that is not streamed.
-
-    Args:
-      results: The result.
-
-    Returns:
-      The body.
-    """
+    """Formats the body of a response that is not streamed."""
     (result,) = results
     self._name, self._key = result.name, result.name.removeprefix('resp_')
     items = []
@@ -45,11 +38,7 @@ class ResponsesFormatter(FormatterBase):
   # ---- streams
 
   def opening_events(self, choices: Sequence[ChoiceRunner]) -> list[Event]:
-    """Returns the events that open a stream.
-
-    Args:
-      choices: What generates the reply.
-    """
+    """Returns the events that open a stream."""
     (choice,) = choices
     self._name, self._key = choice.name, choice.key
     return [
@@ -58,12 +47,7 @@ class ResponsesFormatter(FormatterBase):
     ]
 
   def delta_events(self, index: int, delta: ReplyDelta) -> list[Event]:
-    """Returns the events of what is new.
-
-    Args:
-      index: 0, because there is one reply.
-      delta: What is new of it.
-    """
+    """Returns the events of what is new."""
     events = []
     if delta.thought:
       if self._open is None:
@@ -77,12 +61,7 @@ class ResponsesFormatter(FormatterBase):
     return events
 
   def result_events(self, index: int, result: ChoiceResult) -> list[Event]:
-    """Returns the events that end a reply, with its tool calls.
-
-    Args:
-      index: 0, because there is one reply.
-      result: The reply.
-    """
+    """Returns the events that end a reply, with its tool calls."""
     events = []
     if self._open is None and not (result.thought or result.tool_calls):
       events += self._begin(self._text_item('', 'in_progress'))
@@ -98,20 +77,12 @@ class ResponsesFormatter(FormatterBase):
     return events
 
   def closing_events(self, results: Sequence[ChoiceResult]) -> list[Event]:
-    """Returns the events that end a stream.
-
-    Args:
-      results: The result.
-    """
+    """Returns the events that end a stream."""
     response = self._response(self._items, results[0])
     return [self._event(f'response.{response["status"]}', response=response)]
 
   def error_events(self, error: ApiError) -> list[Event]:
-    """Returns the events of an error in a stream.
-
-    Args:
-      error: The error.
-    """
+    """Returns the events of an error in a stream."""
     code = 'rate_limit_exceeded' if error.status == 429 else 'server_error'
     if error.status < 500 and error.status != 429:
       code = 'invalid_prompt'

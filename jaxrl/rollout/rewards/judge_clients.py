@@ -149,17 +149,7 @@ class OpenAIJudgeClient:
     temperature: float,
     max_tokens: int,
   ) -> str:
-    """Requests the judge's answer.
-
-    Args:
-      name: Names the request, for messages.
-      messages: The conversation to answer.
-      seed: Seed of the answer.
-      temperature: Sampling temperature.
-      max_tokens: The answer is cut at this many tokens.
-
-    Returns:
-      The answer's text.
+    """Requests the judge's answer; for the arguments see `LocalJudgeClient.ask`.
 
     Raises:
       ScoringError: If all tries failed; says how the last one did.

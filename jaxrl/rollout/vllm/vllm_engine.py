@@ -100,7 +100,6 @@ class VllmEngine(EngineBase):
     vllm_options.check_family(config)
     vllm_options.check_folder(folder)
     super().__init__(tokenizer, max_length=max_length, vocab_size=config.vocab_size)
-    self._processor: Any = None  # of images
     if config.vision is not None:
       from jaxrl.models.vision.patch_processor import PatchProcessor  # few models do
 
@@ -133,12 +132,13 @@ class VllmEngine(EngineBase):
     self._core_log = CoreLog()
     if overrides := vllm_options.hf_overrides(config):
       options.setdefault('hf_overrides', overrides)
+    tokenizer_file = pathlib.Path(folder) / 'tokenizer_config.json'
     self._llm = self._start_vllm(
       model=str(folder),
       max_model_len=max_length,
       max_num_seqs=max_num_seqs,
       # vLLM needs one for images, and for constraints.
-      skip_tokenizer_init=config.vision is None and not _has_tokenizer(folder),
+      skip_tokenizer_init=config.vision is None and not tokenizer_file.exists(),
       logprobs_mode='processed_logprobs',
       weight_transfer_config={'backend': TRANSFER_BACKENDS[transfer]},
       worker_extension_cls=f'{WorkerExtension.__module__}.{WorkerExtension.__name__}',
@@ -421,13 +421,6 @@ class VllmEngine(EngineBase):
       )
     return ''
 
-  def _check_images(self, prompt: np.ndarray, images: tuple[Any, ...]) -> str:
-    if self._processor is None:
-      return super()._check_images(prompt, images)
-    from jaxrl.rollout.engine import image_features
-
-    return image_features.check_prompt(self._processor, prompt, images)
-
   def _enqueue(self, request: EngineRequest) -> None:
     if len(self._requests) == 1:
       self._stats.start_work()
@@ -532,7 +525,3 @@ def assign_versions(request: EngineRequest, spans: Iterable[Any]) -> None:
     end = min(span.end, len(request.weights_versions))
     num_tokens = max(end - span.start, 0)
     request.weights_versions[span.start : end] = [int(span.version)] * num_tokens
-
-
-def _has_tokenizer(folder: str | pathlib.Path) -> bool:
-  return (pathlib.Path(folder) / 'tokenizer_config.json').exists()

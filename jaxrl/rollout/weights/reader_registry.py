@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import secrets
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 from jaxrl.rollout.weights.manifest import ChunkIndex, decode_record, encode_record
 from jaxrl.rollout.weights.transport import CorruptWeightsError, Transport
@@ -97,26 +97,18 @@ class ReaderRegistry:
     transport: where the records are.
     part: number of the publisher's part of a version.
     patience: seconds after which a record that does not change is removed.
-    clock: returns seconds.
   """
 
-  def __init__(
-    self,
-    transport: Transport,
-    part: int,
-    patience: float,
-    clock: Callable[[], float] = time.monotonic,
-  ):
+  def __init__(self, transport: Transport, part: int, patience: float):
     self._transport = transport
     self._prefix = _status_prefix(part)
     self._patience = patience
-    self._clock = clock
     self._last_seen: dict[str, tuple[float, bytes]] = {}
     self._answered: dict[str, int] = {}
 
   def living_readers(self) -> dict[str, ReaderStatus]:
     """Returns the statuses of the living readers by name."""
-    now, statuses, last_seen = self._clock(), {}, {}
+    now, statuses, last_seen = time.monotonic(), {}, {}
     for name in self._transport.names(self._prefix):
       with contextlib.suppress(KeyError, CorruptWeightsError, TypeError):
         data = bytes(self._transport.get(name))

@@ -42,6 +42,7 @@ from jaxrl.types import Params
 HEARTBEAT_INTERVAL_S = 0.5  # between two signs of life while a version is read
 POLL_INTERVAL_S = 0.01  # between two looks for a newer version
 RETRY_INTERVAL_S = 0.05  # between two looks for what was missing
+MAX_TRIES = 3  # of asking for a chunk before it is reported missing
 
 
 class MissingChunksError(CorruptWeightsError):
@@ -82,7 +83,6 @@ class VersionReader:
     transport: where versions are written.
     parts: number of the learner's processes, each of which is a publisher.
     windows: by parameter, the slice of it that is wanted; others are wanted whole.
-    tries: how often a chunk is asked for before it is reported missing.
     threads: number of decoding threads; by default up to 4.
 
   Attributes:
@@ -96,7 +96,6 @@ class VersionReader:
     *,
     parts: int = 1,
     windows: Mapping[str, Window] | None = None,
-    tries: int = 3,
     threads: int | None = None,
   ):
     num_threads = threads or min(4, cpu_count())
@@ -104,7 +103,7 @@ class VersionReader:
     self._windows = dict(windows or {})
     self._parts = [
       _PartReader(
-        ManifestReader(transport, part, tries),
+        ManifestReader(transport, part, MAX_TRIES),
         ReaderHeartbeat(transport, part),
         self._windows,
       )

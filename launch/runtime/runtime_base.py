@@ -1,28 +1,52 @@
-"""The runtime interface makes the parts of a run: in this process, or as Ray actors.
+"""A runtime makes the parts of a run: in this process, or as Ray actors.
 
-`LocalRuntime` and `RayRuntime` have the same methods, so that a run is assembled by the
-same code in both cases.
+`Runtime` makes them here. `RayRuntime` overrides each of its methods, so that a run is
+assembled by the same code in both cases.
 """
 
 import functools
 import pathlib
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol
+from typing import Any
 
+from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.rollout.weights.weight_store import WeightStore
+from jaxrl.rollout.engine import ENGINES
+from jaxrl.rollout.engine.actor_proxy import maybe_await
+from jaxrl.rollout.engine.router import EngineRouter
+from jaxrl.rollout.weights.weight_store import InProcessWeightStore, WeightStore
+from jaxrl.user_code import import_object
 from launch.learner.learner_factory import LearnerFactory, MakeLearners
-from launch.settings.run_settings import RunSettings
+from launch.settings.run_settings import RunSettings, WeightTransport
 
 
-class Runtime(Protocol):
-  """Makes the parts of a run where they are to live, and returns handles to them."""
+class Runtime:
+  """Makes the parts of a run as plain objects of this process, or handles to others.
+
+  Args:
+    transport: How weights reach the engine: within the process, or through a folder in
+      which other processes find them too.
+  """
+
+  def __init__(self, transport: WeightTransport | None = None):
+    self._transport = transport or WeightTransport('inprocess')
+    self._store: Any = None  # what `close` has to close, if anything
+
+  @property
+  def description(self) -> str:
+    """Who has which devices, to be shown to the user; '' if there is nothing to say."""
+    return ''
+
+  @property
+  def hosts_learner(self) -> bool:
+    """True if this runtime hosts the learner; otherwise the caller makes its own."""
+    return False
 
   def spawn(self, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
     """Returns an object of class `cls`, or a handle whose methods are awaited."""
-    ...
+    return cls(*args, **options)
 
   def start_engines(
     self,
@@ -33,36 +57,22 @@ class Runtime(Protocol):
     options: Mapping[str, Any],
     kind: str = 'jax',
   ) -> list[Any]:
-    """Starts engines.
+    """Starts engines; in this process one, as more would share the same devices.
 
     Args:
       model: The model that they serve.
       folder: Where the model and its tokenizer are.
       device_thread: The thread of engines in this process.
-      count: Number of engines.
+      count: Number of engines in processes of their own.
       options: Options of the engines, as in `EngineSettings`.
       kind: Kind of the engines, as in `EngineSettings`.
 
     Returns:
       The engines, or handles to them.
     """
-    ...
-
-  def make_weight_store(
-    self, engines: list[Any], device_thread: DeviceThread
-  ) -> WeightStore:
-    """Returns what brings weights to the engines."""
-    ...
-
-  @property
-  def description(self) -> str:
-    """Who has which devices, to be shown to the user; '' if there is nothing to say."""
-    ...
-
-  @property
-  def hosts_learner(self) -> bool:
-    """True if this runtime hosts the learner; otherwise the caller makes its own."""
-    ...
+    tokenizer = load_tokenizer(folder)
+    engine_class = import_object(ENGINES.get(kind, kind))
+    return [engine_class(model, tokenizer, device_thread=device_thread, **options)]
 
   def start_learners(
     self, settings: RunSettings, folder: pathlib.Path, make_learners: MakeLearners
@@ -74,28 +84,47 @@ class Runtime(Protocol):
       folder: Where the policy is.
       make_learners: Makes what each of them makes learners with.
     """
-    ...
+    raise RuntimeError('a learner in this process is made by whoever runs it')
+
+  def make_weight_store(
+    self, engines: list[Any], device_thread: DeviceThread
+  ) -> WeightStore:
+    """Returns what brings weights to the engines."""
+    if self._transport.name == 'inprocess':
+      return InProcessWeightStore(
+        *engines, device_thread=device_thread, **self._transport.options
+      )
+    # Imported here because weights within a process need no transport.
+    from jaxrl.rollout.weights.verified_store import EngineWeightClient
+    from launch.runtime import weight_transport
+
+    folder = weight_transport.open_transport(self._transport)
+    clients = [EngineWeightClient(folder, engine.load) for engine in engines]
+    self._store = weight_transport.make_store(
+      self._transport, folder, clients, device_thread
+    )
+    return self._store
 
   def make_router(self, engines: list[Any], **options: Any) -> Any:
     """Returns an `EngineRouter` with these options, or a handle to one."""
-    ...
+    return EngineRouter(engines, **options)
 
   async def supervise(self, work: Awaitable[Any]) -> Any:
     """Returns the result of `work`. Engines that are lost meanwhile are replaced."""
-    ...
+    return await work
 
   async def run_worker(
     self, worker: functools.partial[Any], data: Mapping[str, Any]
   ) -> int:
     """Makes a worker, runs it to its end and returns the number of episodes it put."""
-    ...
+    return await maybe_await(worker().run(data))
 
   def num_workers(self, count: int) -> int:
-    """Returns how many workers to make when `count` are asked for."""
-    ...
+    """Returns how many workers to make when `count` are asked for: here, one."""
+    return 1
 
   async def call_actors(self, fn: Callable[[Any, str], Any]) -> dict[str, Any]:
-    """Calls `fn(actor, name)` in the process of each actor.
+    """Calls `fn(actor, name)` in the process of each actor, if there are any.
 
     Args:
       fn: A function of a module, which other processes can import.
@@ -103,7 +132,7 @@ class Runtime(Protocol):
     Returns:
       The results by the actors' names; those that are lost or fail are left out.
     """
-    ...
+    return {}
 
   async def metrics(self) -> dict[str, float]:
     """Returns the memory of the actors' processes, and workers replaced since.
@@ -113,15 +142,16 @@ class Runtime(Protocol):
       process of each kind in 10⁹ bytes, and 'rollout/workers_replaced' since the call
       before. {} if there are no actors.
     """
-    ...
+    return {}
 
   async def root_cause(self, error: Exception) -> Exception:
     """Returns the error to show to the user: `error`, or the one that caused it."""
-    ...
+    return error
 
   async def close(self) -> None:
     """Ends everything that this runtime has started."""
-    ...
+    if self._store is not None:
+      await self._store.close()
 
 
 def make_engines(
