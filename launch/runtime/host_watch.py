@@ -58,7 +58,8 @@ class _Host:
 
 
 def _list_hosts(ray: Any) -> dict[str, _Host]:
-  """Returns the hosts that Ray takes for alive, by node id."""
+  """Returns the hosts that Ray takes for alive, by node id, in order of address."""
+  nodes = sorted(ray.nodes(), key=lambda node: node['NodeManagerAddress'])
   return {
     node['NodeID']: _Host(
       node['NodeID'],
@@ -67,7 +68,7 @@ def _list_hosts(ray: Any) -> dict[str, _Host]:
       node['NodeManagerPort'],
       HEAD_RESOURCE in node['Resources'],
     )
-    for node in ray.nodes()
+    for node in nodes
     if node['Alive']
   }
 

@@ -1,16 +1,14 @@
 """A run over several hosts is the run of one process."""
 
-import json
 import pathlib
 import subprocess
 import sys
 import tempfile
 
-import numpy as np
 import pytest
 
 from tests import hosts
-from tests.launch import runs
+from tests.launch import host_runs, runs
 
 pytestmark = [
   pytest.mark.slow,
@@ -34,21 +32,12 @@ CLUSTER = (
   '--config.cluster.num_workers=3',
   '--config.cluster.placement=split(learners=2, devices=1)',
 )
-LIMIT_S = 280  # of a run
-
-
-def dump_to(workdir):
-  return f'--config.trajectory_dump.path={workdir}/dump'
 
 
 def train(made, workdir):
   """Trains on the hosts, driven from the first of them; what the run said."""
-  address = f'--config.cluster.address={made[0].address}:6379'
-  options = (*OPTIONS, *CLUSTER, address, dump_to(workdir))
-  argv = runs.argv(workdir, *options, config=runs.VARIED)
-  env = hosts.ray_environment(runs.environment())
-  command = (sys.executable, '-u', '-m', 'launch.train', *argv)
-  return made[0].run(*command, timeout=LIMIT_S, env=env)
+  run = host_runs.Run(made, workdir, *OPTIONS, *CLUSTER, config=runs.VARIED)
+  return run.finish()
 
 
 def start_cluster(made):
@@ -66,32 +55,12 @@ def cluster():
     yield made, pathlib.Path(shared)
 
 
-def played(workdir):
-  """The ids of all samples that a run learned from, in order."""
-  samples = []
-  for path in sorted((workdir / 'dump').rglob('*.jsonl')):
-    for line in path.read_text().splitlines():
-      sample = json.loads(line)
-      samples.append((path.name, sample['trajectory_id']))
-  return samples
-
-
-def equal(one, two):
-  """Fails unless two runs learned the same from the same samples."""
-  assert played(one) == played(two) and len(set(played(one))) == len(played(one)) > 0
-  rows, rows_ = runs.numbers(one), runs.numbers(two)
-  assert [row['step'] for row in rows_] == list(range(STEPS))
-  for row, row_ in zip(rows, rows_, strict=True):
-    for name in ('loss/total', 'optimizer/grad_norm', 'reward/mean', 'policy/entropy'):
-      np.testing.assert_allclose(row[name], row_[name], rtol=1e-3, atol=1e-6)
-
-
 def test_three_hosts_train_what_one_process_does(cluster, tmp_path):
   made, shared = cluster
   output = train(made, shared / 'hosts')
   assert '2 × cpu (data 2), in 2 processes' in output
-  runs.run(tmp_path, *OPTIONS, dump_to(tmp_path))
-  equal(tmp_path, shared / 'hosts')
+  runs.run(tmp_path, *OPTIONS, host_runs.dump_to(tmp_path))
+  host_runs.check_equal(tmp_path, shared / 'hosts', STEPS)
 
 
 # What runs on each node in a Slurm cluster's place; a task's number is in SLURM_PROCID.
@@ -150,7 +119,7 @@ def test_the_slurm_script_runs_over_two_hosts(tmp_path):
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
-      timeout=LIMIT_S,
+      timeout=host_runs.LIMIT_S,
     )
   assert result.returncode == 0, result.stdout
   assert '2 × cpu (data 2), in 2 processes' in result.stdout
