@@ -213,9 +213,10 @@ def test_rewards_are_those_of_harbors_verifier(make_task, tmp_path, monkeypatch)
   assert expected['both'] == {'tests': 1}
 
 
-WORK = """mkdir -p out/deep /logs/artifacts; cd out; echo 2 > count.txt; touch deep/no.log
-ln -s /etc/passwd away; mkfifo pipe; printf 'echo 3' > run.sh; chmod 755 run.sh
-cp run.sh /app/one.sh; echo 4 > /logs/artifacts/note; echo 5 > /app/left.txt"""
+WORK = """mkdir -p out/deep /logs/artifacts; cd out; echo 2 > count.txt
+touch deep/no.log; ln -s /etc/passwd away; mkfifo pipe; printf 'echo 3' > run.sh
+chmod 755 run.sh; cp run.sh /app/one.sh; echo 4 > /logs/artifacts/note
+echo 5 > /app/left.txt"""
 REPORT = """#!/bin/bash
 cd /app; there() { test -e $1 && echo -n 1 || echo -n 0; }
 cat > /logs/verifier/reward.json <<END

@@ -1,7 +1,8 @@
-"""HarborArtifacts are what an agent hands over to tests that run in another sandbox.
+"""Harbor artifacts are what an agent hands over to tests in another sandbox.
 
-They are the folder `/logs/artifacts` and what task.toml lists under `artifacts`. What is
-not there is left out, and so are links that lead out of an artifact and special files.
+They are the folder `/logs/artifacts` and what task.toml lists under `artifacts`. What
+is not there is left out, and so are links that lead out of an artifact and special
+files.
 """
 
 import dataclasses
