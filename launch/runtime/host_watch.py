@@ -292,7 +292,10 @@ class HostWatch:
     for name, actor in self._parts().items():
       known = table.get(_actor_id(actor))
       if known is not None and known['State'] != 'DEAD':
-        nodes[known['Address']['NodeID']][name] = actor
+        node_id = known['Address']['NodeID']
+        if known['State'] != 'ALIVE':  # it has not started yet where it was sent
+          node_id = self._placed.get(_actor_id(actor), node_id)
+        nodes[node_id][name] = actor
     return nodes
 
   def _parts_on(self, node_id: str) -> dict[str, Any]:
