@@ -195,6 +195,7 @@ class Host:
 
   def reset(self):
     """Ends all processes, as a loss of power does, and starts the host anew."""
+    self._in_switch('delete', self._port)  # its namespace takes a while to end
     self.close()
     self._boot()
 

@@ -112,8 +112,8 @@ def close(schema):
     if isinstance(part, dict | list):
       close(part)
   if isinstance(schema, dict) and isinstance(schema.get('properties'), dict):
-    if not schema.get('x-kubernetes-preserve-unknown-fields'):
-      schema.setdefault('additionalProperties', False)
+    is_open = schema.get('x-kubernetes-preserve-unknown-fields', False)
+    schema.setdefault('additionalProperties', is_open)
 
 
 @pytest.mark.skipif(

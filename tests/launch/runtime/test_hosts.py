@@ -1,14 +1,16 @@
 """A run over several hosts is the run of one process."""
 
+import json
 import pathlib
 import subprocess
 import sys
 import tempfile
 
+import numpy as np
 import pytest
 
 from tests import hosts
-from tests.launch import host_runs, runs
+from tests.launch import runs
 
 pytestmark = [
   pytest.mark.slow,
@@ -32,12 +34,21 @@ CLUSTER = (
   '--config.cluster.num_workers=3',
   '--config.cluster.placement=split(learners=2, devices=1)',
 )
+LIMIT_S = 280  # of a run
+
+
+def dump_to(workdir):
+  return f'--config.trajectory_dump.path={workdir}/dump'
 
 
 def train(made, workdir):
   """Trains on the hosts, driven from the first of them; what the run said."""
-  run = host_runs.Run(made, workdir, *OPTIONS, *CLUSTER, config=runs.VARIED)
-  return run.finish()
+  address = f'--config.cluster.address={made[0].address}:6379'
+  options = (*OPTIONS, *CLUSTER, address, dump_to(workdir))
+  argv = runs.argv(workdir, *options, config=runs.VARIED)
+  env = hosts.ray_environment(runs.environment())
+  command = (sys.executable, '-u', '-m', 'launch.train', *argv)
+  return made[0].run(*command, timeout=LIMIT_S, env=env)
 
 
 def start_cluster(made):
@@ -55,12 +66,72 @@ def cluster():
     yield made, pathlib.Path(shared)
 
 
+def played(workdir):
+  """The ids of all samples that a run learned from, in order."""
+  samples = []
+  for path in sorted((workdir / 'dump').rglob('*.jsonl')):
+    for line in path.read_text().splitlines():
+      sample = json.loads(line)
+      samples.append((path.name, sample['trajectory_id']))
+  return samples
+
+
+def equal(one, two):
+  """Fails unless two runs learned the same from the same samples."""
+  assert played(one) == played(two) and len(set(played(one))) == len(played(one)) > 0
+  rows, rows_ = runs.numbers(one), runs.numbers(two)
+  assert [row['step'] for row in rows_] == list(range(STEPS))
+  for row, row_ in zip(rows, rows_, strict=True):
+    for name in ('loss/total', 'optimizer/grad_norm', 'reward/mean', 'policy/entropy'):
+      np.testing.assert_allclose(row[name], row_[name], rtol=1e-3, atol=1e-6)
+
+
 def test_three_hosts_train_what_one_process_does(cluster, tmp_path):
   made, shared = cluster
   output = train(made, shared / 'hosts')
   assert '2 × cpu (data 2), in 2 processes' in output
-  runs.run(tmp_path, *OPTIONS, host_runs.dump_to(tmp_path))
-  host_runs.check_equal(tmp_path, shared / 'hosts', STEPS)
+  runs.run(tmp_path, *OPTIONS, dump_to(tmp_path))
+  equal(tmp_path, shared / 'hosts')
+
+
+# Asks another host three times, over one connection.
+ASK = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 9000))
+start = time.monotonic()
+for _ in range(3):
+  connection.sendall(b'.')
+  assert connection.recv(1) == b'.'
+print(time.monotonic() - start)
+"""
+ECHO = """
+import socket
+listener = socket.create_server(('', 9000))
+print('ready', flush=True)
+while True:
+  connection, _ = listener.accept()
+  while data := connection.recv(1):
+    connection.sendall(data)
+"""
+
+
+def test_a_slow_link_delays_what_a_host_sends(tmp_path):
+  """The link of the other tests, whose kernel may have no module for it."""
+  with hosts.hosts(2, tmp_path) as (near, far):
+    command = (sys.executable, '-c', ECHO)
+    with far.spawn(*command, stdout=subprocess.PIPE) as echo:
+      assert echo.stdout.readline() == 'ready\n'
+      ask = (sys.executable, '-c', ASK, far.address)
+      if problem := far.slow_down(50, 2):
+        echo.kill()
+        pytest.skip(problem)
+      assert float(near.run(*ask)) >= 0.15
+      far.speed_up()
+      near.run(*ask)
+      far.cut_off()
+      far.reconnect()
+      near.run(*ask)
+      echo.kill()
 
 
 # What runs on each node in a Slurm cluster's place; a task's number is in SLURM_PROCID.
@@ -119,7 +190,7 @@ def test_the_slurm_script_runs_over_two_hosts(tmp_path):
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
-      timeout=host_runs.LIMIT_S,
+      timeout=LIMIT_S,
     )
   assert result.returncode == 0, result.stdout
   assert '2 × cpu (data 2), in 2 processes' in result.stdout
