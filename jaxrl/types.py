@@ -323,6 +323,8 @@ class Batch:
     role_ids: `[B]` int32, the role of the agent that wrote a row.
     reward_terms: `[B, 8]` the scores of an episode's rewards, before their weights.
     reward_weights: `[B, 8]` their weights, 0 where there is none.
+    step_ends: `[B, T]` bool, True at the last token of each step that was rewarded, and
+      of each turn.
     routed_experts: `[B, T, L, k]` int16, −1 where the router is to choose.
     image_features: `[B, T]` int32, which feature of an image stands at a token; see
       `jaxrl.models.vision.image_places.ImagePlaces`.
@@ -357,6 +359,7 @@ class Batch:
   role_ids: Any = None
   reward_terms: Any = None
   reward_weights: Any = None
+  step_ends: Any = None
   routed_experts: Any = None
   image_features: Any = None
   image_positions: Any = None

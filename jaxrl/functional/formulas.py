@@ -66,6 +66,10 @@ ADVANTAGES = {
   'on_policy_distill': (
     r'A_t = c\,\left(\log \pi_{\text{teacher}} - \log \pi_{\text{student}}\right)'
   ),
+  'process_grpo': (
+    r'A_t = \sum_{k:\, \text{step } k \text{ ends at } t \text{ or later}} '
+    r'\frac{r_k - \mu_{\text{steps}}}{s_{\text{steps}} + 10^{-6}}'
+  ),
   'reinforce': r'A_t = R',
   'reinforce_plus_plus': (
     r'A_t = \operatorname{whiten}\left(\sum_{k \geq 0} \gamma^k r_{t+k}\right)'

@@ -36,7 +36,7 @@ REQUIRED_FIELDS = (
   'loss_weights',
 )
 # Further fields, present only if a component reads them.
-TOKEN_FIELDS = ('weights_version',)  # [B, T]
+TOKEN_FIELDS = ('weights_version', 'step_ends')  # [B, T]
 REWARD_FIELDS = ('reward_terms', 'reward_weights')  # [B, MAX_REWARD_TERMS]
 ROW_FIELDS = (
   'pair_ids',
@@ -63,6 +63,7 @@ FIELD_DTYPES = {
   'action_mask': jnp.bool_,
   'expert_mask': jnp.bool_,
   'greedy_mask': jnp.bool_,
+  'step_ends': jnp.bool_,
   'rollout_logprobs': jnp.float32,
   'rewards': jnp.float32,
   'loss_weights': jnp.float32,
@@ -123,6 +124,7 @@ def make_batch_fields(
     'role_ids': batch.role_ids,
     'reward_terms': batch.reward_terms,
     'reward_weights': batch.reward_weights,
+    'step_ends': batch.step_ends,
     'routed_experts': batch.routed_experts,
     'image_features': batch.image_features,
     'image_positions': batch.image_positions,

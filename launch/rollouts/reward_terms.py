@@ -3,7 +3,8 @@
 The terms are `judge(…)` and `reward_model(…)`, served once for the whole run by an
 engine with weights of their own or by a server; any grader of the environments
 (`jaxrl.envs.graders`); and `env(weight=…)`, the environment's own reward. Each takes a
-`weight`; all but `env` also `otherwise`, the score in place of a missing one.
+`weight`; all but `env` also `otherwise`, the score in place of a missing one, and
+`step_end`, which makes a term score each step of a reply.
 """
 
 import asyncio
@@ -196,11 +197,11 @@ def _make_pipeline(
         check_options(_env, options, 'env')
         env_weights.append(term.weight)
         continue
-      fallback = {key: options.pop(key) for key in ('otherwise',) if key in options}
-      check_options(_any, fallback, term.target)
+      shared = {key: options.pop(key) for key in defaults(_any) if key in options}
+      check_options(_any, shared, term.target)
       scorer = _make_scorer(term.target, options, spawn)
       terms[term.name] = RewardTerm(
-        scorer, term.weight, fallback=fallback.get('otherwise')
+        scorer, term.weight, shared.pop('otherwise', None), **shared
       )
     if len(env_weights) > 1:
       raise ConfigError("'env' is listed twice")
@@ -213,11 +214,16 @@ def _env() -> None:
   """Takes no option beside the weight."""
 
 
-def _any(*, otherwise: float | None = None) -> None:
+def _any(
+  *, otherwise: float | None = None, step_end: str = '', gain: bool = False
+) -> None:
   """Takes the options that every other term has beside its weight.
 
   Args:
     otherwise: Score in place of a missing one; without it, the episode fails.
+    step_end: Text that ends a step of a reply: each step is scored, and rewarded where
+      it ends.
+    gain: Rewards a step with its score minus that of the step before.
   """
 
 

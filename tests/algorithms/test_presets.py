@@ -65,6 +65,13 @@ PRESETS = {
   'on_policy_distill': ('on_policy_distill', 'ppo_clip', 'token_mean', 8, None),
   'jsd': ('jsd', 'ppo_clip', 'token_mean', 8, None),
   'distill': (None, 'distill', 'token_mean', 1, None),
+  'process_grpo': (
+    'process_grpo',
+    'ppo_clip',
+    'sequence_mean_token_mean',
+    64,
+    PAPER_K3,
+  ),
   'gdpo': ('gdpo', 'ppo_clip', 'token_mean', 8, None),
   'hierarchical_grpo': ('hierarchical_grpo', 'ppo_clip', 'token_mean', 8, None),
   'optimal_token_baseline': (
@@ -138,7 +145,7 @@ def test_defaults_are_a_papers_only_where_the_paper_states_them():
   provenance = {name: make_algorithm(name).provenance for name in PRESETS}
   names = {name for name, whose in provenance.items() if whose == 'paper'}
   papers = {f'{name}_paper' for name in ('grpo', 'gspo', 'gigpo', 'sapo', 'topr')}
-  assert names == {'drgrpo', 'dapo', 'm2po', 'dpo', *papers}
+  assert names == {'drgrpo', 'dapo', 'm2po', 'dpo', 'process_grpo', *papers}
   for name in set(PRESETS) - names:
     text = (inspect.getdoc(registry.builder(name)) or '').partition('Args:')[0]
     assert 'paper' in text, f'{name}: say what differs from the paper'
@@ -290,6 +297,7 @@ def test_parts_fit_together_and_push_the_right_way(name):
     'role_ids': 0 * ids,
     'reward_terms': jnp.array([[1.0, 0], [0, 0], [0, 1], [1, 1]]),
     'reward_weights': jnp.ones((4, 2)),
+    'step_ends': jnp.ones((4, 2), bool),
     'state': requirements.init_state(algorithm).get('advantage'),
     'weights_version': jnp.zeros((4, 2), jnp.int32),
   }

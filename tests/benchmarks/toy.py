@@ -73,7 +73,8 @@ class Toy:
     self.weights = InProcessWeightStore(self.engine, device_thread=self.device_thread)
     # Each sample goes on from the prompt's last token.
     length = size.prompt - 1 + size.samples * (size.new + 1)
-    parts = min(size.prompts, 4)  # micro-batches, two abreast: as tuned
+    # Micro-batches, as tuned: a shallow model has two abreast, a deep one all in one.
+    parts = min(size.prompts, 4) if model.is_shallow else 1
     shared = packing_plan.first_fit(
       tokens=size.prompts * length // parts, length=length, sequences=rows // parts
     )

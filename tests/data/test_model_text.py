@@ -13,6 +13,7 @@ from hypothesis import given, settings
 
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.trajectory_writers.atif_writer import to_atif
+from jaxrl.rollout.rewards.reward_pipeline import split_steps
 from tests import real
 from tests.data.tool_formats.test_round_trips import can_hold, make_call, tools_of
 
@@ -514,3 +515,17 @@ def test_a_template_that_writes_calls_only_without_a_content():
     assert '"b": "é' in chat.decode(chat.encode_prompt([QUESTION, reply, result]))
   with pytest.raises(ValueError, match='leaves out its tool calls'):
     chat.encode_with_mask([QUESTION, {**reply, 'content': 'I add.'}])
+
+
+def test_the_last_token_of_a_step(chat):
+  """The tokens up to it hold the whole step, and those before it do not."""
+  step_end = '\n\n'
+  reply = 'First, 3 + 4 = 7.\n\nThen 7 × 6 = 42 🙂.\n\n\n\nSo it is **42**.\n\n'
+  tokens = [*chat.encode(reply), chat.end_id]
+  text, steps = split_steps(chat, tokens, step_end)
+  assert text.strip() == reply.strip() and steps[-1][1] == len(tokens) - 1
+  assert len(steps) >= 3
+  for end, token in steps[:-1]:
+    assert text[:end].endswith(step_end)
+    assert len(chat.decode(tokens[: token + 1])) >= end
+    assert len(chat.decode(tokens[:token])) < end

@@ -205,6 +205,7 @@ def _batch(seed: int, steps: bool) -> dict[str, np.ndarray]:
   weights = np.array([1.0, 0.5, -0.25], np.float32)
   columns['reward_weights'] = np.tile(weights, (ROWS, 1))
   columns['state'] = columns['state'] | {'baseline': np.float32(rng.normal(size=8))}
+  columns['step_ends'] = rng.random((ROWS, TOKENS)) < 0.4
   columns['weights_version'] = np.where(columns['mask'], version, -1).astype(np.int32)
   return columns
 

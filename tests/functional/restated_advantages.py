@@ -361,6 +361,22 @@ def gdpo(c, o):
   return whiten(out, c['mask']) if o.get('whiten', True) else out
 
 
+def process_grpo(c, o):
+  ends = c['step_ends'] & c['mask']
+  scaled = np.zeros(c['mask'].shape)
+  for task in set(c['group_ids'][c['group_ids'] >= 0]):
+    steps = ends & (c['group_ids'] == task)[:, None]
+    found = np.asarray(c['rewards'][steps], np.float64)
+    if len(found) == 0:
+      continue
+    std = 1.0
+    if o.get('scale_by_std', True):
+      std = (np.std(found, ddof=1) if len(found) > 1 else 1.0) + 1e-6
+    mean = np.mean(found) if len(found) > 1 else 0.0
+    scaled[steps] = 0 if len(found) > 1 and _equal(found) else (found - mean) / std
+  return to_go(c | {'rewards': scaled}, 1.0)
+
+
 def optimal_token_baseline(c, o):
   logp = np.minimum(c['old_logprobs'], 0)
   energy = np.maximum(

@@ -32,7 +32,7 @@ def columns():
       ids,
     ),
     **dict.fromkeys(('expert_mask', 'greedy_mask'), flags),
-    'mask': jax.ShapeDtypeStruct((B, T), bool),
+    **dict.fromkeys(('mask', 'step_ends'), jax.ShapeDtypeStruct((B, T), bool)),
     'term_scale': jax.ShapeDtypeStruct((B,), jnp.float32),
     'weights_version': jax.ShapeDtypeStruct((B, T), jnp.int32),
     **dict.fromkeys(TERMS, jax.ShapeDtypeStruct((B, 2), jnp.float32)),

@@ -196,6 +196,17 @@ def test_a_grader_that_always_fails_ends_the_run_before_it_begins(
   assert message in error
 
 
+def test_a_term_that_scores_steps():
+  config = base.get_config('process_grpo')
+  config.rollout.rewards = r"env + exact(step_end='\n\n', gain=True, weight=.5)"
+  settings = resolve_settings(config)
+  term = reward_terms.make_reward_pipeline(settings, None, None).terms['exact']
+  assert (term.step_end, term.gain, term.weight) == ('\n\n', True, 0.5)
+  config.rollout.rewards = 'exact(gain=True)'
+  with pytest.raises(ConfigError, match='needs step_end'):
+    reward_terms.validate_rewards(resolve_settings(config))
+
+
 def test_runs_that_play_nothing_are_refused():
   config = base.get_config()
   config.rollout.rewards = 'exact'

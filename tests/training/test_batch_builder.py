@@ -1,5 +1,7 @@
 """Packing: every token at its place, padding outside of everything."""
 
+import dataclasses
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -94,6 +96,17 @@ def test_roles_and_rewards_of_rows():
   np.testing.assert_allclose(terms[:, :2], [[3, 1], [total, 0], [total, 0], [0, 0]])
   np.testing.assert_allclose(weights[:, :2], [[0.5, 2], [1, 0], [1, 0], [0, 0]])
   assert collate([[row(3)]], [4]).role_ids is None
+
+
+def test_ends_of_steps():
+  """Where nobody rewarded steps, they end with the turns."""
+  turns = [False, True, True, False, True]
+  plain = dataclasses.replace(row(5), action_mask=np.array(turns))
+  stepped = dataclasses.replace(plain, sample_index=1, extras={'step_ends': [1]})
+  batch = collate([[plain, stepped]], [6], num_rows=3)
+  assert batch.step_ends.dtype == bool
+  places = [np.flatnonzero(row).tolist() for row in batch.step_ends]
+  assert places == [[2, 4], [1, 2, 4], []]
 
 
 def test_pad_id():

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     rloo,
   )
   from jaxrl.functional.advantages.optimal_baseline import optimal_token_baseline
+  from jaxrl.functional.advantages.process_supervision import process_grpo
   from jaxrl.functional.advantages.reward_normalisation import (
     gdpo,
     init_moments,
@@ -64,6 +65,7 @@ __all__ = [
   'rec',
   'rloo',
   'optimal_token_baseline',
+  'process_grpo',
   'gdpo',
   'init_moments',
   'normalise',
@@ -98,6 +100,7 @@ _NAMES_OF_MODULE = {
     'rloo',
   ),
   'optimal_baseline': ('optimal_token_baseline',),
+  'process_supervision': ('process_grpo',),
   'reward_normalisation': ('gdpo', 'init_moments', 'normalise', 'update_moments'),
   'role_relative': ('hierarchical_grpo', 'init_baselines', 'rae'),
   'token_level': (

@@ -26,12 +26,15 @@ class Turn:
     stop: Index after the response's last token.
     state_hash: Hash of what the model was shown before it responded.
     reward: What the environment gave for the response.
+    step_rewards: Rewards of steps that end before the response does, by the index of
+      their last token in the episode.
   """
 
   start: int
   stop: int
   state_hash: int
   reward: float = 0.0
+  step_rewards: dict[int, float] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass
@@ -128,11 +131,16 @@ class RolloutCache:
 
   def check_rewards(self) -> None:
     """Makes the episode a failure if weights or sums made its rewards too large."""
-    size = sum(abs(turn.reward) for turn in self.turns)
+    size = sum(
+      abs(reward)
+      for turn in self.turns
+      for reward in (turn.reward, *turn.step_rewards.values())
+    )
     if is_valid_reward(size):
       return
     for turn in self.turns:
       turn.reward = 0.0
+      turn.step_rewards.clear()
     error = f'its rewards sum up to {size}; the largest allowed is {MAX_REWARD:g}'
     self.truncate('reward_failed', error)
 

@@ -13,6 +13,7 @@ from jaxrl.rollout.episodes.rollout_cache import RolloutCache, Turn
 from jaxrl.training.batching.batch_builder import (
   ROUTED_EXPERTS_KEY,
   SEGMENT_LENGTHS_KEY,
+  STEP_ENDS_KEY,
 )
 from jaxrl.types import Trajectory
 
@@ -94,6 +95,14 @@ def _concat_rows(segments: list[Trajectory]) -> Trajectory:
   extras = {k: v for k, v in segments[0].extras.items() if k != 'state_hash'}
   if len(segments) > 1:
     extras[SEGMENT_LENGTHS_KEY] = [len(segment.tokens) for segment in segments]
+  starts = np.cumsum([0, *(len(segment.tokens) for segment in segments)]).tolist()
+  ends = [
+    start + end
+    for start, segment in zip(starts, segments, strict=False)
+    for end in segment.extras.get(STEP_ENDS_KEY, ())
+  ]
+  if ends:
+    extras[STEP_ENDS_KEY] = ends
   if ROUTED_EXPERTS_KEY in extras:
     extras[ROUTED_EXPERTS_KEY] = np.concatenate(
       [segment.extras[ROUTED_EXPERTS_KEY] for segment in segments]
@@ -118,7 +127,11 @@ def _make_row(
   for turn in turns:
     mask[turn.start : turn.stop] = True
     rewards[turn.stop - 1] += turn.reward
+    for place, reward in turn.step_rewards.items():
+      rewards[place] += reward
   lease, extras = cache.lease, dict(cache.extras)
+  if ends := [place for turn in turns for place in turn.step_rewards]:
+    extras[STEP_ENDS_KEY] = sorted(ends)
   if ROUTED_EXPERTS_KEY in extras:
     extras[ROUTED_EXPERTS_KEY] = pad_or_trim_experts(extras[ROUTED_EXPERTS_KEY], length)
   return Trajectory(

@@ -1,14 +1,17 @@
 """The reward pipeline adds weighted reward terms to an episode after its end.
 
+A term scores the whole episode, or each step of its replies (a process reward).
+
 Reward functions may wait for engines and servers, so they run as coroutines next to
 other episodes. A function returns a score or says why there is none; a score is never
 made up.
 """
 
 import asyncio
+import bisect
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from jaxrl.data.chat_tokenizer import has_images
@@ -22,6 +25,7 @@ from jaxrl.types import MAX_REWARD_TERMS, Message
 from jaxrl.user_code import describe_error
 
 MAX_TEXT_CHARS = 2000  # characters kept of a reward function's text
+MAX_STEPS = 64  # of a reply; the last one has what follows
 
 
 class ScoringError(RuntimeError):
@@ -133,16 +137,27 @@ class RewardTerm:
     weight: Multiplies its score.
     fallback: The score in place of a missing one. With None, a missing score makes the
       episode a failure.
+    step_end: What ends a step within a reply, such as two newlines. The function then
+      scores the conversation up to the end of each step of each reply, and the step's
+      last token has its reward. '' scores the whole episode.
+    gain: Whether a step is rewarded with its score minus that of the step before.
   """
 
   function: RewardFunction
   weight: float = 1.0
   fallback: float | None = None
+  step_end: str = ''
+  gain: bool = False
+
+  def __post_init__(self):
+    """Refuses a gain without steps."""
+    if self.gain and not self.step_end:
+      raise ValueError('gain=True rewards steps, and needs step_end')
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardPipeline:
-  """Adds Σ weight · score to the reward of an episode's last turn.
+  """Adds Σ weight · score to the reward of an episode's last turn, or of steps.
 
   A pipeline can be pickled.
 
@@ -168,12 +183,13 @@ class RewardPipeline:
     """Rewards a finished episode; one that failed or has no turn stays as it is.
 
     It records the metrics reward/<term>, the score; reward/<term>/faults, 1 where the
-    function reported an error; and reward/env, the environment's own reward. If a score
-    is missing and has no fallback, the episode ends as `reward_failed`, unfit for
-    training.
+    function reported an error; and reward/env, the environment's own reward. A term
+    that scores steps has reward/<term>, the sum of what they are rewarded with, and
+    reward/<term>/steps, their number. If a score is missing and has no fallback, the
+    episode ends as `reward_failed`, unfit for training.
 
     Args:
-      cache: The finished episode.
+      cache: The finished episode; its `chat` decodes the replies.
       name: Names the attempt uniquely.
       seed: Randomness of the episode's rewards.
       pool: Runs calls that may block.
@@ -184,9 +200,10 @@ class RewardPipeline:
     item = {rule_graders.GENERATION_PROMPT: cache.generation_prompt, **item}
     outputs = await asyncio.gather(
       *(
-        _call_safely(
-          term.function,
+        (_score_steps if term.step_end else _score_episode)(
+          term,
           RewardInput(cache.messages, item, fold_seed(seed, term_name), name, pool),
+          cache,
         )
         for term_name, term in self.terms.items()
       )
@@ -194,13 +211,17 @@ class RewardPipeline:
     cache.metrics['reward/env'] = sum(turn.reward for turn in cache.turns)
     total, missing = 0.0, []
     scores = [(cache.metrics['reward/env'], self.env_weight)]
-    for (term_name, term), output in zip(self.terms.items(), outputs, strict=True):
+    step_rewards: list[tuple[RewardTerm, Mapping[int, float]]] = []
+    for (term_name, term), (output, of_steps) in zip(
+      self.terms.items(), outputs, strict=True
+    ):
       score = term.fallback if output.score is None else output.score
       _record_output(cache, term_name, score, output)
       if score is None:
         missing.append(f'{term_name}: {output.error}')
       else:
-        total += term.weight * score
+        total += 0.0 if of_steps else term.weight * score
+        step_rewards.append((term, of_steps))
         scores.append((float(score), term.weight))
     if missing:
       cache.truncate('reward_failed', '; '.join(missing))
@@ -209,6 +230,100 @@ class RewardPipeline:
     for turn in cache.turns:
       turn.reward *= self.env_weight
     cache.turns[-1].reward += total
+    for term, of_steps in step_rewards:
+      _add_step_rewards(cache, {k: term.weight * x for k, x in of_steps.items()})
+
+
+async def _score_episode(
+  term: RewardTerm, episode: RewardInput, cache: RolloutCache
+) -> tuple[RewardOutput, Mapping[int, float]]:
+  """Scores the whole episode; rewards no step."""
+  return await _call_safely(term.function, episode), {}
+
+
+async def _score_steps(
+  term: RewardTerm, episode: RewardInput, cache: RolloutCache
+) -> tuple[RewardOutput, Mapping[int, float]]:
+  """Scores the conversation up to the end of each step.
+
+  Returns:
+    The sum of the steps' rewards as the score, with the first error of a step; and the
+    rewards by the index of a step's last token.
+  """
+  places = [i for i, m in enumerate(cache.messages) if m['role'] == 'assistant']
+  if len(places) != len(cache.turns):
+    error = f'{len(cache.turns)} turns have {len(places)} replies: no steps to score'
+    return RewardOutput(None, error), {}
+  ends: list[int] = []
+  steps = []
+  for place, turn in zip(places, cache.turns, strict=True):
+    text, last_tokens = split_steps(
+      cache.chat, cache.tokens[turn.start : turn.stop], term.step_end
+    )
+    ends += [turn.start + token for _, token in last_tokens]
+    for end, _ in last_tokens:
+      reply = {'role': 'assistant', 'content': text[:end]}
+      messages = [*cache.messages[:place], reply]
+      steps.append(dataclasses.replace(episode, messages=messages))
+  outputs = await asyncio.gather(*(_call_safely(term.function, s) for s in steps))
+  error = next((output.error for output in outputs if output.error), '')
+  scores = [
+    term.fallback if output.score is None else output.score for output in outputs
+  ]
+  known = [score for score in scores if score is not None]
+  if len(known) < len(scores):
+    return RewardOutput(None, error), {}
+  before = [0.0, *known] if term.gain else [0.0] * len(known)
+  rewards = {
+    end: score - less for end, score, less in zip(ends, known, before, strict=False)
+  }
+  metrics = {'steps': float(len(known))}
+  return RewardOutput(sum(rewards.values()), error, metrics), rewards
+
+
+def split_steps(
+  chat: Any, tokens: Sequence[int], step_end: str
+) -> tuple[str, list[tuple[int, int]]]:
+  """Splits a reply into steps.
+
+  Args:
+    chat: Decodes tokens.
+    tokens: The reply.
+    step_end: What ends a step; the reply ends the last one.
+
+  Returns:
+    The reply's text; and for each step the number of characters up to its end, and the
+    index of its last token.
+  """
+  if not tokens:
+    return '', []
+  text, found = chat.decode(tokens), []
+  start = text.find(step_end)
+  while start >= 0 and len(found) < MAX_STEPS - 1:
+    end = start + len(step_end)
+    if text[end:].strip():  # else it ends with the reply
+      found.append(end)
+    start = text.find(step_end, end)
+  count = range(1, len(tokens))
+  steps: dict[int, int] = {}  # a token that ends two steps ends the later one
+  for end in found:
+    size = bisect.bisect_left(count, end, key=lambda n: len(chat.decode(tokens[:n])))
+    steps[size] = end
+  steps[len(tokens) - 1] = len(text)
+  return text, [(end, token) for token, end in steps.items()]
+
+
+def _add_step_rewards(cache: RolloutCache, rewards: Mapping[int, float]) -> None:
+  """Adds rewards by the index of a token; a turn's last one counts for the turn."""
+  for turn in cache.turns:
+    for place in range(turn.start, turn.stop):
+      if place not in rewards:
+        continue
+      if place == turn.stop - 1:
+        turn.reward += rewards[place]
+      else:
+        known = turn.step_rewards.get(place, 0.0)
+        turn.step_rewards[place] = known + rewards[place]
 
 
 def _record_output(

@@ -22,6 +22,7 @@ ROUTED_EXPERTS_KEY = (
   'routed_experts'  # key in a row's extras: `[T, L, k]`, −1 where unknown
 )
 SEGMENT_LENGTHS_KEY = 'segments'  # key in a row's extras: the lengths of its segments
+STEP_ENDS_KEY = 'step_ends'  # key in a row's extras: last tokens of rewarded steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -423,6 +424,7 @@ def _collate_rows(
     role_ids=role_ids,
     reward_terms=terms[0],
     reward_weights=terms[1],
+    step_ends=_step_ends(rows, is_token),
     routed_experts=_routed_experts(rows, is_token),
   )
 
@@ -441,6 +443,16 @@ def _reward_terms(
     listed = listed[:MAX_REWARD_TERMS]
     terms[:, i, : len(listed)] = np.transpose(listed)
   return terms
+
+
+def _step_ends(rows: Sequence[Trajectory], is_token: np.ndarray) -> np.ndarray:
+  """Returns where steps end, `[B, T]` bool: with the turn, if nobody rewarded steps."""
+  ends = np.zeros(is_token.shape, bool)
+  for i, row in enumerate(rows):
+    is_last = row.action_mask & ~np.append(row.action_mask[1:], False)
+    ends[i, : len(is_last)] = is_last
+    ends[i, row.extras.get(STEP_ENDS_KEY, [])] = True
+  return ends
 
 
 def _segment_ids(rows: Sequence[Trajectory], is_token: np.ndarray) -> np.ndarray:

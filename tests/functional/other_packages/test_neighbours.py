@@ -214,6 +214,28 @@ def test_gdpo_tells_apart_what_is_equal_in_sum():
   assert grpo[0] == grpo[1] and abs(got[0] - got[1]) > 0.1
 
 
+def test_process_grpo_credits_the_step_that_was_right():
+  """Two replies of two steps, (1, 0) and (0, 1): to GRPO they are the same."""
+  columns = one_token([1, 1], [0, 0])
+  steps = {
+    'rewards': np.float32([[0, 1, 0, 0], [0, 0, 0, 1]]),
+    'step_ends': np.array([[False, True, False, True]] * 2),
+    'mask': np.ones((2, 4), bool),
+  }
+  fields = {k: v for k, v in columns.items() if k != 'episode_ids'}
+  got = advantages.process_grpo(**fields | steps).advantages
+  # Of four steps with rewards 1, 0, 0, 1 the mean is ½ and the deviation 1/√3.
+  up = 0.5 * np.sqrt(3)
+  np.testing.assert_allclose(got, [[0, 0, -up, -up], [0, 0, up, up]], atol=1e-5)
+  whole = columns | {k: v for k, v in steps.items() if k != 'step_ends'}
+  np.testing.assert_array_equal(advantages.grpo(**whole).advantages, 0)
+  # The paper's GRPO is the case of one step a reply.
+  plain = one_token([1, 0, 0.2], [0, 0, 0])
+  one_step = {k: v for k, v in plain.items() if k != 'episode_ids'}
+  got = advantages.process_grpo(**one_step, step_ends=plain['mask']).advantages
+  np.testing.assert_allclose(got, advantages.grpo(**plain).advantages, rtol=1e-6)
+
+
 def test_the_optimal_token_baseline_leans_to_rows_of_more_variance():
   """Row 0 chose what was nearly sure, row 1 between two: the baseline is near R_1."""
   columns = one_token([1, 0], [0, 0])

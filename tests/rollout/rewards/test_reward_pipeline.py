@@ -63,6 +63,85 @@ async def test_parts_are_weighted_and_added_to_the_last_turn():
   assert (row.stop_reason, row.failed) == ('finish', False)
 
 
+def say(*replies):
+  """Returns an engine's reply that says one after the other."""
+  rest = list(replies)
+  return lambda prompt, sampling: rest.pop(0)
+
+
+def by_steps(grade, replies, *, turns=1, manager=None, **options):
+  """Plays with one term that scores steps of lines."""
+  term = RewardTerm(grade, step_end='\n', **options)
+  engine = FakeEngine(say(*replies))
+  made = world(lambda: EchoEnv(turns=turns), engine)
+  pipeline = RewardPipeline({'lines': term}, env_weight=0.0)
+  made = dataclasses.replace(made, rewards=pipeline)
+  return play(made, max_steps=turns + 1, **manager or {})
+
+
+class CountsLetters:
+  """Scores a conversation by the letters of its last reply."""
+
+  def __init__(self):
+    self.seen = []
+
+  async def __call__(self, played):
+    self.seen.append(played.reply)
+    return RewardOutput(float(len(played.reply.replace('\n', ''))))
+
+
+async def test_steps_are_rewarded_where_they_end():
+  grade = CountsLetters()
+  (row,) = await by_steps(grade, ['ab\ncde\n\nf\n'], weight=0.5)
+  assert grade.seen == ['ab\n', 'ab\ncde\n', 'ab\ncde\n\n', 'ab\ncde\n\nf\n']
+  first = int(np.flatnonzero(row.action_mask)[0])
+  text = ''.join(chr(t) for t in row.tokens[first:-1])
+  ends = [first + 2, first + 6, first + 7, len(row.tokens) - 1]
+  assert text == 'ab\ncde\n\nf\n' and np.flatnonzero(row.rewards).tolist() == ends
+  assert row.rewards[ends].tolist() == [1.0, 2.5, 2.5, 3.0]
+  assert row.extras['step_ends'] == ends[:-1]
+  assert row.metrics['reward/lines'] == 2 + 5 + 5 + 6
+  assert row.metrics['reward/lines/steps'] == 4
+  assert row.extras['reward_terms'][1] == (18.0, 0.5)
+
+
+async def test_the_gain_of_steps_adds_up_to_the_last_score():
+  (row,) = await by_steps(
+    CountsLetters(), ['ab\ncde', 'x', 'a\nbcd'], turns=3, gain=True
+  )
+  # 2, 5 | 1 | 1, 4: the score starts anew with each reply, and the gains tell.
+  assert row.rewards[row.rewards != 0].tolist() == [2, 3, -4, 3]
+  assert row.score == 4
+  with pytest.raises(ValueError, match='needs step_end'):
+    RewardTerm(CountsLetters(), gain=True)
+
+
+async def test_steps_in_rows_of_turns():
+  rows = await by_steps(
+    CountsLetters(), ['a\nb', 'cd\ne'], turns=2, manager={'row_format': 'step'}
+  )
+  assert [row.rewards[row.rewards != 0].tolist() for row in rows] == [[1, 2], [2, 3]]
+  for row in rows:
+    (end,) = row.extras['step_ends']
+    assert row.action_mask[end] and row.rewards[end]
+
+
+async def test_a_step_without_a_score():
+  missing = Says(RewardOutput(None, 'the judge said nothing'))
+  (row,) = await by_steps(missing, ['a\nb'])
+  assert row.failed and 'lines: the judge said nothing' in row.extras['error']
+  (row,) = await by_steps(missing, ['a\nb'], fallback=0.25)
+  assert row.rewards[row.rewards != 0].tolist() == [0.25, 0.25]
+  assert row.metrics['reward/lines/faults'] == 1
+
+
+async def test_a_reply_has_at_most_so_many_steps():
+  grade = CountsLetters()
+  (row,) = await by_steps(grade, ['\n'.join('a' * 100)])
+  assert len(grade.seen) == 64 and row.metrics['reward/lines/steps'] == 64
+  assert grade.seen[-1] == '\n'.join('a' * 100)
+
+
 def test_more_terms_than_can_be_told_apart_are_refused():
   parts = {str(i): RewardTerm(Says(RewardOutput(0.0))) for i in range(8)}
   with pytest.raises(ValueError, match='at most 7 can be told apart'):
