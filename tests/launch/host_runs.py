@@ -108,11 +108,11 @@ def played(workdir):
   return samples
 
 
-def check_equal(one, two, steps):
+def check_equal(one, two, steps, *, rtol=1e-3):
   """Fails unless two runs learned the same from the same samples."""
   assert played(one) == played(two) and len(set(played(one))) == len(played(one)) > 0
   rows, rows_ = runs.numbers(one), runs.numbers(two)
   assert [row['step'] for row in rows_] == list(range(steps))
   for row, row_ in zip(rows, rows_, strict=True):
     for name in ('loss/total', 'optimizer/grad_norm', 'reward/mean', 'policy/entropy'):
-      np.testing.assert_allclose(row[name], row_[name], rtol=1e-3, atol=1e-6)
+      np.testing.assert_allclose(row[name], row_[name], rtol=rtol, atol=1e-6)
