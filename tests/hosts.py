@@ -16,6 +16,8 @@ import signal
 import subprocess
 import sys
 
+from tests import slow_wire
+
 NETWORK = '10.213.7'  # of a private range
 PROGRAMS = ('ip', 'unshare', 'nsenter', 'mount')
 FIRST_PROCESS = """
@@ -89,7 +91,7 @@ class Host:
     self.name, self.address = f'host{number}', f'{NETWORK}.{number}'
     self._switch, self._number, self._shared = switch, number, shared
     self._tmp = tmp
-    self._relay = None
+    self._port, self._slow_wire = f'port{number}', None
     self._boot()
 
   def _boot(self):
@@ -99,13 +101,23 @@ class Host:
     pid = self._process.pid
     children = pathlib.Path(f'/proc/{pid}/task/{pid}/children').read_text()
     self._pid = children.split()[0]
-    switch, port = str(self._switch), f'port{self._number}'
-    in_switch = ('nsenter', '-t', switch, '-n', 'ip', 'link')
-    wire = ('type', 'veth', 'peer', 'name', 'eth0', 'netns', str(pid))
-    _check(*in_switch, 'add', port, *wire)
-    _check(*in_switch, 'set', port, 'master', 'switch', 'up')
+    self._plug_in()
+
+  def _plug_in(self):
+    """Joins the host to the switch, by a wire that the kernel makes."""
+    wire = ('type', 'veth', 'peer', 'name', 'eth0', 'netns', self._pid)
+    self._in_switch('add', self._port, *wire)
+    self._bring_up()
+
+  def _bring_up(self):
+    self._in_switch('set', self._port, 'master', 'switch', 'up')
+    # Always the same, so that the other hosts need not ask anew.
+    self._ip('link', 'set', 'eth0', 'address', f'02:00:00:00:00:{self._number:02x}')
     self._ip('addr', 'add', f'{self.address}/24', 'dev', 'eth0')
     self._ip('link', 'set', 'eth0', 'up')
+
+  def _in_switch(self, *arguments):
+    _check('nsenter', '-t', str(self._switch), '-n', 'ip', 'link', *arguments)
 
   def _ip(self, *arguments, program='ip'):
     _check('nsenter', '-t', self._pid, '-n', program, *arguments)
@@ -148,19 +160,42 @@ class Host:
       loss: Percent of the packets.
 
     Returns:
-      Why the kernel cannot; '' if it does.
+      Why this machine cannot; '' if it does.
     """
     netem = ('netem', 'delay', f'{delay}ms', 'loss', f'{loss}%')
-    try:
+    with contextlib.suppress(FileNotFoundError, subprocess.CalledProcessError):
       self._ip('qdisc', 'add', 'dev', 'eth0', 'root', *netem, program='tc')
-    except FileNotFoundError:
-      return 'tc is not installed (iproute2)'
-    except subprocess.CalledProcessError as error:
-      return f'tc netem: {error.stderr.decode().strip()}'
+      return ''
+    if not os.path.exists('/dev/net/tun'):
+      return 'neither tc netem nor /dev/net/tun is there'
+    self._ip('link', 'delete', 'eth0')
+    ends = (self._pid, 'eth0', str(self._switch), self._port)
+    self._slow_wire = subprocess.Popen(
+      [sys.executable, slow_wire.__file__, *ends, str(delay / 1000), str(loss / 100)],
+      stdin=subprocess.PIPE,
+      stdout=subprocess.PIPE,
+      text=True,
+    )
+    assert self._slow_wire.stdout.readline() == 'ready\n'
+    self._bring_up()
     return ''
+
+  def speed_up(self):
+    """Ends what `slow_down` began."""
+    if self._slow_wire is None:
+      self._ip('qdisc', 'delete', 'dev', 'eth0', 'root', program='tc')
+    else:
+      self._end_slow_wire()
+      self._plug_in()
+
+  def _end_slow_wire(self):
+    if self._slow_wire is not None:
+      self._slow_wire.communicate(timeout=20)
+      self._slow_wire = None
 
   def reset(self):
     """Ends all processes, as a loss of power does, and starts the host anew."""
+    self._in_switch('delete', self._port)  # its namespace takes a while to end
     self.close()
     self._boot()
 
@@ -172,6 +207,7 @@ class Host:
 
   def close(self):
     """Ends all processes of this host; its namespaces go with them."""
+    self._end_slow_wire()
     self._process.stdin.close()
     with contextlib.suppress(ProcessLookupError):
       os.kill(int(self._pid), signal.SIGKILL)

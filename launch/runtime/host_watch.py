@@ -58,7 +58,8 @@ class _Host:
 
 
 def _list_hosts(ray: Any) -> dict[str, _Host]:
-  """Returns the hosts that Ray takes for alive, by node id."""
+  """Returns the hosts that Ray takes for alive, by node id, in order of address."""
+  nodes = sorted(ray.nodes(), key=lambda node: node['NodeManagerAddress'])
   return {
     node['NodeID']: _Host(
       node['NodeID'],
@@ -67,7 +68,7 @@ def _list_hosts(ray: Any) -> dict[str, _Host]:
       node['NodeManagerPort'],
       HEAD_RESOURCE in node['Resources'],
     )
-    for node in ray.nodes()
+    for node in nodes
     if node['Alive']
   }
 
@@ -291,7 +292,10 @@ class HostWatch:
     for name, actor in self._parts().items():
       known = table.get(_actor_id(actor))
       if known is not None and known['State'] != 'DEAD':
-        nodes[known['Address']['NodeID']][name] = actor
+        node_id = known['Address']['NodeID']
+        if known['State'] != 'ALIVE':  # it has not started yet where it was sent
+          node_id = self._placed.get(_actor_id(actor), node_id)
+        nodes[node_id][name] = actor
     return nodes
 
   def _parts_on(self, node_id: str) -> dict[str, Any]:

@@ -126,8 +126,9 @@ class PlacementGroup:
         self._own_node, soft=False
       )
     elif resources.bundle is None and node_id is not None:
+      # Ray takes soft=True for leave to start what claims nothing anywhere.
       options['scheduling_strategy'] = NodeAffinitySchedulingStrategy(
-        node_id, soft=True
+        node_id, soft=False
       )
     elif resources.bundle is None:
       options['scheduling_strategy'] = 'SPREAD'

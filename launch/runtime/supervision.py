@@ -95,17 +95,18 @@ async def run_worker_with_restart(
   Returns:
     What the worker's `run` returns.
   """
-  from ray.exceptions import RayActorError, RayTaskError
+  from ray.exceptions import ActorUnschedulableError, RayActorError, RayTaskError
 
   deaths = failed_starts = 0
   while True:
     actor, result = start()
     try:
       return await result
-    except RayActorError as error:
+    except (RayActorError, ActorUnschedulableError) as error:
       if isinstance(error, RayTaskError):
         raise  # of another actor, which this one needs
-      if 'never ran' in str(error):
+      # The second one: its host has left between its choice and the start.
+      if 'never ran' in str(error) or isinstance(error, ActorUnschedulableError):
         if failed_starts == max_failed_starts:
           raise
         failed_starts += 1

@@ -1,13 +1,16 @@
 """Task folders that Harbor makes are verified as Harbor's own verifier does."""
 
 import asyncio
+import io
+import logging
 import shutil
 import tarfile
 import tempfile
 
 import pytest
 
-from jaxrl.envs.terminal import harbor_tasks, terminal_bench_tasks
+from jaxrl.envs.sandbox.sandbox_api import SandboxError
+from jaxrl.envs.terminal import harbor_artifacts, harbor_tasks, terminal_bench_tasks
 from jaxrl.options import ConfigError
 from jaxrl.types import Task
 from tests.calls import env_factory
@@ -80,6 +83,35 @@ class SandboxEnvironment:
   def is_path_mounted(self, environment_path, host_path):
     return False
 
+  async def service_is_dir(self, path, **_):
+    return self.sandbox.exec(['test', '-d', path]).code == 0
+
+  async def service_download_dir(self, source_dir, target_dir, **_):
+    await self.download_dir(source_dir, target_dir)
+
+  async def service_download_dir_with_exclusions(
+    self, source_dir, target_dir, exclude, **_
+  ):
+    patterns = [f'--exclude={pattern}' for pattern in exclude]
+    made = self.sandbox.exec(['tar', *patterns, '-C', source_dir, '-cf', '-', '.'])
+    with tarfile.open(fileobj=io.BytesIO(made.stdout)) as archive:
+      archive.extractall(
+        target_dir, filter='fully_trusted'
+      )  # Harbor looks for what is unsafe
+
+  async def service_download_file(self, source_path, target_path, **_):
+    target_path.write_bytes(self.sandbox.read(source_path))
+
+  async def empty_dirs(self, dirs, **_):
+    for path in dirs:
+      self.sandbox.put(str(path), None)
+
+  async def ensure_dirs(self, dirs, **_):
+    self.sandbox.exec(['mkdir', '-p', *map(str, dirs)])
+
+  async def upload_file(self, source_path, target_path):
+    self.sandbox.write(str(target_path), source_path.read_bytes())
+
 
 def verify(env, folder, tmp_path):
   """The rewards by Harbor's own verifier, None if it finds none."""
@@ -88,7 +120,25 @@ def verify(env, folder, tmp_path):
   paths.verifier_dir.mkdir(parents=True)
   verifier = harbor('verifier.verifier')
   task = harbor('models.task.task').Task(folder)
-  environment = SandboxEnvironment(env._sandbox)
+  modes = harbor('models.task.verifier_mode')
+  separate = modes.resolve_verifier_environment_definition(task.config, task.paths)
+  sandbox = env._sandbox
+  if separate is not None:
+    handler = harbor('trial.artifact_handler').ArtifactHandler(
+      artifacts=task.config.artifacts, logger=logging.getLogger('harbor')
+    )
+    ends = {'source_artifacts_dir': harbor_artifacts.ARTIFACTS_DIR}
+    made = handler.download_artifacts(
+      SandboxEnvironment(sandbox), paths.artifacts_dir, **ends
+    )
+    asyncio.run(made)
+    sandbox.stop()
+    sandbox = env._open(tmp_path / 'trial' / 'context', separate.directory, 'tests')
+    ends['target_artifacts_dir'] = harbor_artifacts.ARTIFACTS_DIR
+    made = handler.upload_artifacts(
+      SandboxEnvironment(sandbox), paths.artifacts_dir, **ends
+    )
+    asyncio.run(made)
   errors = tuple(
     getattr(verifier, name)
     for name in (
@@ -97,8 +147,11 @@ def verify(env, folder, tmp_path):
       'VerifierOutputParseError',
     )
   )
+  bundled = separate is not None and separate.bundled_tests
   try:
-    made = verifier.Verifier(task, paths, environment)
+    made = verifier.Verifier(
+      task, paths, SandboxEnvironment(sandbox), skip_tests_upload=bundled
+    )
     return asyncio.run(made.verify()).rewards
   except (*errors, ValueError):
     return None
@@ -160,6 +213,105 @@ def test_rewards_are_those_of_harbors_verifier(make_task, tmp_path, monkeypatch)
   assert expected['both'] == {'tests': 1}
 
 
+WORK = """mkdir -p out/deep /logs/artifacts; cd out; echo 2 > count.txt
+touch deep/no.log; ln -s /etc/passwd away; mkfifo pipe; printf 'echo 3' > run.sh
+chmod 755 run.sh; cp run.sh /app/one.sh; echo 4 > /logs/artifacts/note
+echo 5 > /app/left.txt"""
+REPORT = """#!/bin/bash
+cd /app; there() { test -e $1 && echo -n 1 || echo -n 0; }
+cat > /logs/verifier/reward.json <<END
+{"reward": $(cat out/count.txt || echo 0), "one": $(./one.sh || bash one.sh || echo 0),
+ "note": $(cat /logs/artifacts/note || echo 0), "mine": $(there mine),
+ "left": $(there left.txt), "log": $(there out/deep/no.log), "deep": $(there out/deep),
+ "away": $(there out/away), "pipe": $(there out/pipe), "run": $(there out/run.sh),
+ "dockerfile": $(there /tests/Dockerfile), "more": ${MORE:-0}}
+END
+"""
+
+
+@HARBOR
+@SANDBOXED
+@pytest.mark.parametrize('own_image', [True, False])
+def test_tests_in_a_sandbox_of_their_own_see_what_harbors_see(
+  make_task, tmp_path, own_image
+):
+  """The default of `harbor init`: what the agent hands over is all they share."""
+  folder = make_task(REPORT, verifier_mode=None)
+  docker = folder / 'tests' / 'Dockerfile'
+  assert 'environment_mode = "separate"' in (folder / 'task.toml').read_text()
+  assert docker.is_file()
+  if own_image:
+    docker.write_text(docker.read_text() + 'ENV MORE=6\nRUN echo > /app/mine\n')
+  else:
+    docker.unlink()
+  listed = '["/app/out", "/app/one.sh", "/app/nowhere"]'
+  listed = listed.replace('"/app/out"', '{source = "/app/out", exclude = ["*.log"]}')
+  text = (folder / 'task.toml').read_text()
+  lines = [line for line in text.splitlines() if not line.startswith('artifacts')]
+  write(folder, {'task.toml': '\n'.join([f'artifacts = {listed}', *lines])})
+  found = []
+  for judge in ('harbor', 'ours'):
+    env, _ = begin(folder)
+    env.step(f'```\n{WORK}\n```')
+    if judge == 'harbor':
+      found.append(verify(env, folder, tmp_path))
+    else:
+      _, reward, _, _, info = env.step('```\nsubmit\n```')
+      others = {
+        name.removeprefix('reward/'): value
+        for name, value in info['metrics'].items()
+        if name.startswith('reward/')
+      }
+      found.append({'reward': reward, **others})
+    env.kill()
+  assert found[0] == found[1]
+  expected = {'reward': 2, 'one': 3, 'note': 4, 'left': 0, 'log': 0, 'deep': 1}
+  more = (
+    {'mine': 1, 'more': 6, 'dockerfile': 1} if own_image else {'mine': 0, 'more': 0}
+  )
+  assert expected | {'away': 0, 'pipe': 0, 'run': 1} | more | found[1] == found[1]
+
+
+@SANDBOXED
+def test_a_test_image_that_cannot_be_made_here_is_refused_at_the_start(tmp_path):
+  settings = '[verifier]\nenvironment_mode = "separate"'
+  files = {'task.toml': settings, 'instruction.md': 'x', 'tests/test.sh': 'x'}
+  write(tmp_path / 'count', {**files, 'tests/Dockerfile': 'COPY --from=other /a /b\n'})
+  with pytest.raises(ValueError, match='needs a container'):
+    begin(tmp_path / 'count')
+
+
+@pytest.mark.parametrize(
+  'listed, words',
+  [
+    ('"/app"', 'must be a list'),
+    ('["out"]', 'from the root'),
+    ('["/a/../etc"]', 'from the root'),
+    ('[{source = "/a", service = "db"}]', 'service is not supported'),
+    ('[{source = "/a", mode = 1}]', 'mode is not supported'),
+    ('[{source = "/a", exclude = "b"}]', 'list of patterns'),
+    ('[1]', 'must be a path'),
+  ],
+)
+def test_artifacts_that_cannot_be_handed_over_are_refused(tmp_path, listed, words):
+  write(tmp_path, {'task.toml': f'artifacts = {listed}', 'instruction.md': 'x'})
+  with pytest.raises(ValueError, match=words):
+    harbor_tasks.read_harbor_settings(tmp_path)
+
+
+@SANDBOXED
+def test_an_artifact_that_is_too_large_ends_the_episode(tmp_path, monkeypatch):
+  monkeypatch.setattr(harbor_artifacts, 'MAX_ARTIFACT_BYTES', 1 << 16)
+  settings = 'artifacts = ["/app/big"]\n[verifier]\nenvironment_mode = "separate"'
+  files = {'task.toml': settings, 'instruction.md': 'x', 'tests/test.sh': 'x'}
+  write(tmp_path / 'count', files)
+  env, _ = begin(tmp_path / 'count')
+  env.step('```\nhead -c 100000 /dev/zero > big\n```')
+  with pytest.raises(SandboxError, match='/app/big reached the limit'):
+    env.step('```\nsubmit\n```')
+  env.kill()
+
+
 @HARBOR
 def test_what_an_author_asks_for_is_read_as_harbor_reads_it(make_task, monkeypatch):
   monkeypatch.setenv('WHO', 'me')
@@ -187,9 +339,10 @@ def test_what_an_author_asks_for_is_read_as_harbor_reads_it(make_task, monkeypat
 @pytest.mark.parametrize(
   'settings, words',
   [
-    ('[[steps]]\nname = "a"', 'steps is not supported'),
+    ('[[steps]]\nname = "a"', 'steps is not supported: an episode has one'),
     ('[verifier]\nuser = "grader"', 'verifier.user is not supported'),
-    ('[verifier]\nenvironment_mode = "separate"', 'verifier.environment_mode is not'),
+    ('[verifier]\nenvironment_mode = "none"', 'verifier.environment_mode is not'),
+    ('[verifier.environment]\ncpus = 1', 'verifier.environment is not'),
     ('[verifier]\ntimeout_sec = "long"', 'verifier.timeout_sec'),
     ('[verifier.env]\nA = "${NOBODY_HAS_IT}"', '$NOBODY_HAS_IT is not set'),
     ('[environment]\nos = "windows"', 'environment.os must be linux'),

@@ -1,5 +1,6 @@
 """The files for clusters launch runs that fit there, and are as their schemas say."""
 
+import os
 import pathlib
 import re
 import shlex
@@ -17,6 +18,7 @@ from launch.settings.resolve import resolve_settings
 ROOT = pathlib.Path(__file__).parents[2]
 FOLDER = ROOT / 'examples' / 'cluster'
 PYTHON = ROOT / '.venv-cluster' / 'bin' / 'python'
+KUBERAY = os.environ.get('KUBERAY_CRD')
 
 
 def load(name):
@@ -102,3 +104,31 @@ def test_the_files_are_as_their_schemas_say():
     'Kubernetes: Job learner, Job engine',
     'Kubernetes: pods of head, gpus',
   ]
+
+
+def close(schema):
+  """Makes a schema of Kubernetes refuse keys that it does not know."""
+  for part in schema if isinstance(schema, list) else schema.values():
+    if isinstance(part, dict | list):
+      close(part)
+  if isinstance(schema, dict) and isinstance(schema.get('properties'), dict):
+    is_open = schema.get('x-kubernetes-preserve-unknown-fields', False)
+    schema.setdefault('additionalProperties', is_open)
+
+
+@pytest.mark.skipif(
+  not KUBERAY,
+  reason='no package brings the schema of a RayJob: $KUBERAY_CRD names no '
+  'ray.io_rayjobs.yaml of a release of KubeRay',
+)
+def test_the_rayjob_is_as_kuberay_says():
+  jsonschema = pytest.importorskip('jsonschema')
+  versions = yaml.safe_load(pathlib.Path(KUBERAY).read_text())['spec']['versions']
+  job = load('kuberay_rayjob.yaml')
+  version = job['apiVersion'].rpartition('/')[2]
+  (schema,) = [v['schema'] for v in versions if v['name'] == version]
+  close(schema)
+  validator = jsonschema.Draft202012Validator(schema['openAPIV3Schema'])
+  assert [error.message for error in validator.iter_errors(job)] == []
+  job['spec']['entrypoints'] = job['spec'].pop('entrypoint')
+  assert len(list(validator.iter_errors(job))) == 1

@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from jaxrl.envs.terminal import harbor_artifacts
+
 REWARDS_DIR = '/logs/verifier'  # where tests write their rewards
 REWARD_FILES = ('reward.json', 'reward.txt')  # the first of them that exists counts
 MAX_REWARD_BYTES = 1 << 16
@@ -38,6 +40,8 @@ class HarborSettings:
     variables: Environment variables of the agent and the tests.
     test_variables: Environment variables of the tests.
     solution_variables: Environment variables of the reference solution.
+    is_separate: Whether the tests run in a sandbox of their own.
+    artifacts: What the agent hands over to such tests.
   """
 
   instruction: str
@@ -47,6 +51,8 @@ class HarborSettings:
   variables: Mapping[str, str]
   test_variables: Mapping[str, str]
   solution_variables: Mapping[str, str]
+  is_separate: bool
+  artifacts: tuple[harbor_artifacts.Artifact, ...]
 
 
 def read_harbor_settings(folder: Path) -> HarborSettings:
@@ -83,6 +89,8 @@ def read_harbor_settings(folder: Path) -> HarborSettings:
     variables=_variables(folder, 'environment', environment),
     test_variables=_variables(folder, 'verifier', tests),
     solution_variables=_variables(folder, 'solution', solution),
+    is_separate=tests.get('environment_mode') == 'separate',
+    artifacts=harbor_artifacts.read_artifacts(folder, settings.get('artifacts', [])),
   )
 
 
@@ -109,9 +117,10 @@ def _refuse(
   """Raises ValueError for what is not supported."""
   mode = tests.get('environment_mode')
   refused = {
-    'steps': settings.get('steps'),
     'verifier.environment': tests.get('environment'),
-    'verifier.environment_mode': mode if mode != 'shared' else None,
+    'verifier.environment_mode': (
+      mode if mode not in ('shared', 'separate', None) else None
+    ),
     'verifier.collect': tests.get('collect'),
     'agent.user': None if agent.get('user') in _ROOT else agent['user'],
     'verifier.user': None if tests.get('user') in _ROOT else tests['user'],
@@ -121,6 +130,11 @@ def _refuse(
     'environment.gpus': environment.get('gpus'),
     'environment.tpu': environment.get('tpu'),
   }
+  if settings.get('steps'):
+    raise ValueError(
+      f'{folder}/task.toml: steps is not supported: an episode has one instruction, '
+      'and is graded once'
+    )
   for key, value in refused.items():
     if value:
       raise ValueError(f'{folder}/task.toml: {key} is not supported')

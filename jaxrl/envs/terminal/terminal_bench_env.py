@@ -16,6 +16,7 @@ from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
 from jaxrl.envs.terminal import (
   dockerfile,
+  harbor_artifacts,
   harbor_tasks,
   shell_session,
   terminal_bench_tasks,
@@ -39,7 +40,8 @@ class TerminalBenchEnv:
     sandbox: `docker(image='…{task}')` or `podman(…)`, whose image was built from the
       task's Dockerfile; or `local(…)`, with this machine's programs: then the
       Dockerfile's COPY, ENV, WORKDIR and RUN are carried out at each reset, RUN without
-      network.
+      network. Where a task's tests have a Dockerfile of their own, `{task}` in the name
+      of their image stands for the task's name and `-tests`.
     shell: The options of the shell; see `shell_session.ShellSession`.
     build: 'run' carries out everything; 'copy' leaves RUN out, for tasks whose RUN
       installs what this machine has.
@@ -112,23 +114,32 @@ class TerminalBenchEnv:
     self._task = terminal_bench_tasks.read_terminal_task(folder)
     self._solution_output = ''
     with workdirs.scratch_workdir() as scratch:
-      files = scratch / 'files'
-      files.mkdir()
-      sandbox = self._open(files)
+      if self._local and self._task.has_test_image:  # what is wrong is said now
+        dockerfile.stage_dockerfile(self._task.test_context, scratch / 'tests')
+      sandbox = self._open(scratch / 'files', self._task.context, self._task.name)
+    if self._task.is_separate:
+      sandbox.put(harbor_artifacts.ARTIFACTS_DIR, None)
     self._shell.start(sandbox, self._time_factor * self._task.agent_seconds)
     return f'{self._task.instruction}\n\n{shell_session.SHELL_HELP}', {}
 
-  def _open(self, scratch: Path) -> Sandbox:
-    """Starts the task's sandbox, carrying out its Dockerfile if it is local."""
+  def _open(self, scratch: Path, context: Path, name: str) -> Sandbox:
+    """Starts a sandbox of the task, carrying out its Dockerfile if it is local.
+
+    Args:
+      scratch: A folder to make, for files on their way.
+      context: The folder of the Dockerfile.
+      name: What stands for `{task}` in the name of an image.
+    """
     assert self._task is not None
+    scratch.mkdir()
     if not self._local:
       staged = dockerfile.StagedDockerfile(workdir='')  # its image has it all
     else:
-      staged = dockerfile.stage_dockerfile(self._task.context, scratch)
+      staged = dockerfile.stage_dockerfile(context, scratch)
     self._sandbox = sandbox = self._make_sandbox(
       folders=staged.folders,
       workdir=self._task.workdir or staged.workdir,
-      task=self._task.name,
+      task=name,
       environment={**staged.environment, **self._task.variables},
     )
     sandbox.start()
@@ -183,8 +194,11 @@ class TerminalBenchEnv:
     if sandbox is None:
       raise SandboxError('the sandbox was stopped')
     with workdirs.scratch_workdir() as scratch:
-      task.stage_tests(scratch / 'tests')
-      sandbox.put(terminal_bench_tasks.TESTS_DIR, f'{scratch}/tests')
+      if task.is_separate:
+        sandbox = self._open_for_tests(sandbox, scratch)
+      if not task.has_test_image:
+        task.stage_tests(scratch / 'tests')
+        sandbox.put(terminal_bench_tasks.TESTS_DIR, f'{scratch}/tests')
     if task.writes_reward:
       sandbox.put(harbor_tasks.REWARDS_DIR, None)
     script = f'{terminal_bench_tasks.TESTS_DIR}/{task.script}'
@@ -218,6 +232,25 @@ class TerminalBenchEnv:
     columns['failed'] = '\n'.join(failed)
     metrics = {'passed': share, 'test_timeout': float(result.limit == 'time')}
     return float(solved), {'metrics': metrics, 'columns': columns}
+
+  def _open_for_tests(self, sandbox: Sandbox, scratch: Path) -> Sandbox:
+    """Ends the agent's sandbox; returns one for the tests, with its artifacts."""
+    task = self._task
+    assert task is not None
+    (scratch / 'artifacts').mkdir()
+    copies = harbor_artifacts.collect_artifacts(
+      sandbox, task.artifacts, scratch / 'artifacts'
+    )
+    if self._sandbox is not sandbox:
+      raise SandboxError('the sandbox was stopped')
+    sandbox.stop()
+    name = f'{task.name}-tests' if task.has_test_image else task.name
+    sandbox = self._open(scratch / 'files', task.test_context, name)
+    harbor_artifacts.hand_over_artifacts(sandbox, copies)
+    if task.has_test_image:  # as Harbor does, whatever the mode of the files is
+      script = f'{terminal_bench_tasks.TESTS_DIR}/{task.script}'
+      sandbox.exec(['chmod', '+x', '--', script])
+    return sandbox
 
   def _read_rewards(
     self, sandbox: Sandbox, result: ExecResult, columns: dict[str, Any]

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from jaxrl.envs.terminal import harbor_tasks
+from jaxrl.envs.terminal import harbor_artifacts, harbor_tasks
 
 TESTS_DIR = '/tests'  # where a task's tests lie when they run
 SOLUTION_DIR = '/solution'  # where a task's reference solution lies when it runs
@@ -37,6 +37,8 @@ class TerminalTask:
     variables: Environment variables of everything.
     test_variables: Environment variables of the tests.
     solution_variables: Environment variables of the reference solution.
+    is_separate: Whether the tests run in a sandbox of their own.
+    artifacts: What the agent hands over to such tests.
   """
 
   name: str
@@ -52,6 +54,18 @@ class TerminalTask:
   variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
   test_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
   solution_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+  is_separate: bool = False
+  artifacts: tuple[harbor_artifacts.Artifact, ...] = ()
+
+  @property
+  def has_test_image(self) -> bool:
+    """Whether separate tests have a Dockerfile of their own, which brings them."""
+    return self.is_separate and (self.folder / 'tests' / 'Dockerfile').is_file()
+
+  @property
+  def test_context(self) -> Path:
+    """The folder of the Dockerfile of separate tests."""
+    return self.folder / 'tests' if self.has_test_image else self.context
 
   def stage_tests(self, folder: Path) -> None:
     """Copies everything that grading needs.
@@ -155,6 +169,8 @@ def _read_second_form(folder: Path) -> TerminalTask:
       variables=settings.variables,
       test_variables=settings.test_variables,
       solution_variables=settings.solution_variables,
+      is_separate=settings.is_separate,
+      artifacts=settings.artifacts,
     )
   )
 

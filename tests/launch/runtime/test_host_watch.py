@@ -17,6 +17,7 @@ class Actor:
 
   def __init__(self, name, node, free=500):
     self.name, self.node, self.free = name, node, free
+    self.has_started = True
     self._actor_id = self
     self.__ray_call__ = types.SimpleNamespace(
       remote=lambda fn: ('/tmp/ray', self.free, 1000)
@@ -39,7 +40,7 @@ class Cluster:
     return socket.create_server(('127.0.0.1', port), backlog=128)
 
   def nodes(self):
-    return [
+    return [  # in any order, as Ray does
       {
         'NodeID': name,
         'Alive': name not in self.gone,
@@ -68,7 +69,10 @@ class Cluster:
 
   def actors(self):
     return {
-      actor.name: {'Address': {'NodeID': actor.node}, 'State': 'ALIVE'}
+      actor.name: {
+        'Address': {'NodeID': actor.node if actor.has_started else 'f' * 56},
+        'State': 'ALIVE' if actor.has_started else 'PENDING_CREATION',
+      }
       for actor in self.parts.values()
     }
 
@@ -143,6 +147,19 @@ def test_what_runs_on_a_host_that_does_not_answer_is_ended(cluster, caplog):
     place(cluster, watch, moved.name)
     assert cluster.parts[moved.name].node == 'node2'
     assert f'{moved.name} moves to host node2.example' in caplog.text
+
+
+def test_what_was_sent_to_a_host_that_does_not_answer_is_ended_before_it_starts(
+  cluster, caplog
+):
+  caplog.set_level(logging.WARNING, 'launch')
+  with watching(cluster) as watch:
+    place(cluster, watch, 'engine 1', 'engine 2')
+    cluster.parts['engine 2'].has_started = False
+    cluster.cut_off('node1')
+    wait_until(lambda: cluster.killed)
+    assert cluster.killed == ['engine 2']
+    assert 'the run waits for engine 2 there' in caplog.text
 
 
 def test_a_host_that_starts_ray_again_is_used_again(cluster, caplog):

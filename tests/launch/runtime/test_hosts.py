@@ -94,6 +94,46 @@ def test_three_hosts_train_what_one_process_does(cluster, tmp_path):
   equal(tmp_path, shared / 'hosts')
 
 
+# Asks another host three times, over one connection.
+ASK = """
+import socket, sys, time
+connection = socket.create_connection((sys.argv[1], 9000))
+start = time.monotonic()
+for _ in range(3):
+  connection.sendall(b'.')
+  assert connection.recv(1) == b'.'
+print(time.monotonic() - start)
+"""
+ECHO = """
+import socket
+listener = socket.create_server(('', 9000))
+print('ready', flush=True)
+while True:
+  connection, _ = listener.accept()
+  while data := connection.recv(1):
+    connection.sendall(data)
+"""
+
+
+def test_a_slow_link_delays_what_a_host_sends(tmp_path):
+  """The link of the other tests, whose kernel may have no module for it."""
+  with hosts.hosts(2, tmp_path) as (near, far):
+    command = (sys.executable, '-c', ECHO)
+    with far.spawn(*command, stdout=subprocess.PIPE) as echo:
+      assert echo.stdout.readline() == 'ready\n'
+      ask = (sys.executable, '-c', ASK, far.address)
+      if problem := far.slow_down(50, 2):
+        echo.kill()
+        pytest.skip(problem)
+      assert float(near.run(*ask)) >= 0.15
+      far.speed_up()
+      near.run(*ask)
+      far.cut_off()
+      far.reconnect()
+      near.run(*ask)
+      echo.kill()
+
+
 # What runs on each node in a Slurm cluster's place; a task's number is in SLURM_PROCID.
 SRUN = """
 import os, subprocess, sys

@@ -100,6 +100,16 @@ def test_a_worker_that_never_runs_is_told_of_and_not_started_for_ever(caplog):
     play([never_ran() for _ in range(4)], max_failed_starts=3)
 
 
+def test_a_worker_whose_host_has_left_is_started_on_another():
+  from ray.exceptions import ActorUnschedulableError
+
+  errors = [ActorUnschedulableError('its node is gone')] * 3
+  result, forgotten = play(errors, max_failed_starts=3)
+  assert result == 7 and len(forgotten) == 3
+  with pytest.raises(ActorUnschedulableError):
+    play(errors, max_failed_starts=2)
+
+
 def test_a_worker_that_never_ran_is_no_death():
   errors = [
     never_ran(),
