@@ -1,16 +1,14 @@
 """A run over several hosts is the run of one process."""
 
-import json
 import pathlib
 import subprocess
 import sys
 import tempfile
 
-import numpy as np
 import pytest
 
 from tests import hosts
-from tests.launch import runs
+from tests.launch import host_parts, host_runs, runs
 
 pytestmark = [
   pytest.mark.slow,
@@ -34,21 +32,12 @@ CLUSTER = (
   '--config.cluster.num_workers=3',
   '--config.cluster.placement=split(learners=2, devices=1)',
 )
-LIMIT_S = 280  # of a run
-
-
-def dump_to(workdir):
-  return f'--config.trajectory_dump.path={workdir}/dump'
 
 
 def train(made, workdir):
   """Trains on the hosts, driven from the first of them; what the run said."""
-  address = f'--config.cluster.address={made[0].address}:6379'
-  options = (*OPTIONS, *CLUSTER, address, dump_to(workdir))
-  argv = runs.argv(workdir, *options, config=runs.VARIED)
-  env = hosts.ray_environment(runs.environment())
-  command = (sys.executable, '-u', '-m', 'launch.train', *argv)
-  return made[0].run(*command, timeout=LIMIT_S, env=env)
+  run = host_runs.Run(made, workdir, *OPTIONS, *CLUSTER, config=runs.VARIED)
+  return run.finish()
 
 
 def start_cluster(made):
@@ -66,32 +55,77 @@ def cluster():
     yield made, pathlib.Path(shared)
 
 
-def played(workdir):
-  """The ids of all samples that a run learned from, in order."""
-  samples = []
-  for path in sorted((workdir / 'dump').rglob('*.jsonl')):
-    for line in path.read_text().splitlines():
-      sample = json.loads(line)
-      samples.append((path.name, sample['trajectory_id']))
-  return samples
-
-
-def equal(one, two):
-  """Fails unless two runs learned the same from the same samples."""
-  assert played(one) == played(two) and len(set(played(one))) == len(played(one)) > 0
-  rows, rows_ = runs.numbers(one), runs.numbers(two)
-  assert [row['step'] for row in rows_] == list(range(STEPS))
-  for row, row_ in zip(rows, rows_, strict=True):
-    for name in ('loss/total', 'optimizer/grad_norm', 'reward/mean', 'policy/entropy'):
-      np.testing.assert_allclose(row[name], row_[name], rtol=1e-3, atol=1e-6)
-
-
 def test_three_hosts_train_what_one_process_does(cluster, tmp_path):
   made, shared = cluster
   output = train(made, shared / 'hosts')
   assert '2 × cpu (data 2), in 2 processes' in output
-  runs.run(tmp_path, *OPTIONS, dump_to(tmp_path))
-  equal(tmp_path, shared / 'hosts')
+  runs.run(tmp_path, *OPTIONS, host_runs.dump_to(tmp_path))
+  host_runs.check_equal(tmp_path, shared / 'hosts', STEPS)
+
+
+# Starts launch.view and asks it for its runs.
+VIEWED = """
+import subprocess, sys, urllib.request
+view = subprocess.Popen(
+  [sys.executable, '-u', '-m', 'launch.view', sys.argv[1]],
+  stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+)
+url = next(line for line in view.stdout if 'http://' in line).split()[-1]
+opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+print(opener.open(url + 'api/runs').read().decode())
+view.kill()
+"""
+
+
+def test_gateway_judge_view_and_weights_in_a_folder_work_across_hosts(cluster):
+  """Agents of all hosts ask their own gateways; the judge is on another host."""
+  made, shared = cluster
+  workdir, notes, agents = shared / 'parts', shared / 'asked', shared / 'agents'
+  agents.mkdir()
+  agent = f"{host_parts.__file__}:play(notes='{agents}')"
+  judge = made[1].spawn(
+    *(sys.executable, '-m', host_parts.__name__, str(notes)), stdout=subprocess.PIPE
+  )
+  assert judge.stdout.readline() == 'ready\n'
+  url = f'http://{made[1].address}:{host_parts.JUDGE_PORT}/v1'
+  run = host_runs.Run(
+    made,
+    workdir,
+    *CLUSTER,
+    f"--config.weight_sync.transport=checkpoint(folder='{shared}/weights')",
+    f'--config.env.bot.env_config.agent={agent}',
+    f"--config.rollout.rewards=judge(url='{url}', model='m') + env",
+    config=host_parts.__file__,
+  )
+  run.finish()
+  judge.kill()
+  judge.communicate(timeout=20)
+  rows = runs.rows(workdir)
+  assert [row['step'] for row in rows] == [0, 1]
+  assert len(list(agents.iterdir())) > 1
+  assert all(row['reward/judge'] == 0.5 for row in rows)
+  assert set(notes.read_text().split()) == {made[0].address}
+  assert 'parts' in made[2].run(sys.executable, '-c', VIEWED, str(shared))
+
+
+@pytest.mark.parametrize(
+  'transport, words',
+  [
+    ('shared_memory', 'the 3 machines of this run share no memory: use object_store'),
+    ('nccl', 'there is no GPU here to send from'),
+    ('ipc', 'there is no GPU here to send from'),
+    ("checkpoint(folder='/tmp/mine')", 'has no such folder'),
+  ],
+)
+def test_weights_that_cannot_reach_other_hosts_are_refused(cluster, transport, words):
+  made, shared = cluster
+  option = f'--config.weight_sync.transport={transport}'
+  run = host_runs.Run(
+    made, shared / transport[:5], *OPTIONS, *CLUSTER, option, config=runs.VARIED
+  )
+  text = run.finish(status=1)
+  assert words in text and 'Traceback' not in text
+  assert not run.said('train ', ' reward ')
 
 
 # Asks another host three times, over one connection.
@@ -190,7 +224,7 @@ def test_the_slurm_script_runs_over_two_hosts(tmp_path):
       stdout=subprocess.PIPE,
       stderr=subprocess.STDOUT,
       text=True,
-      timeout=LIMIT_S,
+      timeout=host_runs.LIMIT_S,
     )
   assert result.returncode == 0, result.stdout
   assert '2 × cpu (data 2), in 2 processes' in result.stdout
