@@ -105,7 +105,8 @@ class BadServer:
   def __enter__(self):
     self.loop = asyncio.new_event_loop()
     started = threading.Event()
-    threading.Thread(target=self._run, args=(started,), daemon=True).start()
+    self.thread = threading.Thread(target=self._run, args=(started,), daemon=True)
+    self.thread.start()
     assert started.wait(20)
     return f'http://127.0.0.1:{self.port}'
 
@@ -114,14 +115,15 @@ class BadServer:
     self.loop.run_until_complete(self._start())
     started.set()
     self.loop.run_forever()
+    self.loop.close()
 
   async def _start(self):
     app = web.Application()
     app.router.add_get('/ws', self._serve)
     app.router.add_get('/schema', self._tell_schema)
-    runner = web.AppRunner(app, shutdown_timeout=0.1)
-    await runner.setup()
-    site = web.TCPSite(runner, '127.0.0.1', 0)
+    self.runner = web.AppRunner(app, shutdown_timeout=0.1)
+    await self.runner.setup()
+    site = web.TCPSite(self.runner, '127.0.0.1', 0)
     await site.start()
     self.port = site._server.sockets[0].getsockname()[1]
 
@@ -139,7 +141,11 @@ class BadServer:
     return socket
 
   def __exit__(self, *_):
+    # Tasks that outlive their loop would end inside of whatever test runs by then.
+    ended = asyncio.run_coroutine_threadsafe(self.runner.cleanup(), self.loop)
+    ended.result(timeout=20)
     self.loop.call_soon_threadsafe(self.loop.stop)
+    self.thread.join(timeout=20)
 
 
 @pytest.mark.parametrize(
