@@ -212,6 +212,7 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
   the traceback of either.
   """
   from jaxrl.rollout.queue.group_pipeline import InsufficientGroupsError
+  from jaxrl.rollout.weights.transport import WeightsError
 
   workdir.end('failed')
   text = ''.join(traceback.format_exception(error))
@@ -224,7 +225,7 @@ def failed(error: Exception, console: Console, workdir: Workdir) -> int:
 
   refused = is_refusal(error)
   known = refused or isinstance(
-    error, InsufficientGroupsError | OSError | ArithmeticError
+    error, InsufficientGroupsError | WeightsError | OSError | ArithmeticError
   )
   line: Exception | str = '' if refused else describe_user_error(error)
   line = line or (error if known else '')

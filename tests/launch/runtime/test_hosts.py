@@ -78,7 +78,7 @@ view.kill()
 
 
 def test_gateway_judge_view_and_weights_in_a_folder_work_across_hosts(cluster):
-  """Agents of all hosts ask their own gateways; the judge is on another host."""
+  """Agents ask the gateway of their own host; the judge is on another one."""
   made, shared = cluster
   workdir, notes, agents = shared / 'parts', shared / 'asked', shared / 'agents'
   agents.mkdir()
@@ -98,32 +98,41 @@ def test_gateway_judge_view_and_weights_in_a_folder_work_across_hosts(cluster):
     config=host_parts.__file__,
   )
   run.finish()
-  judge.kill()
-  judge.communicate(timeout=20)
+  judge.kill()  # its server ends with its host
+  judge.stdout.close()
   rows = runs.rows(workdir)
   assert [row['step'] for row in rows] == [0, 1]
-  assert len(list(agents.iterdir())) > 1
+  assert {path.name for path in agents.iterdir()} - {made[0].name}
   assert all(row['reward/judge'] == 0.5 for row in rows)
   assert set(notes.read_text().split()) == {made[0].address}
   assert 'parts' in made[2].run(sys.executable, '-c', VIEWED, str(shared))
 
 
 @pytest.mark.parametrize(
-  'transport, words',
+  'transport, status, words',
   [
-    ('shared_memory', 'the 3 machines of this run share no memory: use object_store'),
-    ('nccl', 'there is no GPU here to send from'),
-    ('ipc', 'there is no GPU here to send from'),
-    ("checkpoint(folder='/tmp/mine')", 'has no such folder'),
+    (
+      'shared_memory',
+      2,
+      'this run share no memory: use object_store',
+    ),
+    pytest.param(
+      "checkpoint(folder='/tmp/mine')",
+      1,
+      'has no such folder',
+      marks=pytest.mark.extended,
+    ),
   ],
 )
-def test_weights_that_cannot_reach_other_hosts_are_refused(cluster, transport, words):
+def test_weights_that_cannot_reach_other_hosts_are_refused(
+  cluster, transport, status, words
+):
   made, shared = cluster
   option = f'--config.weight_sync.transport={transport}'
   run = host_runs.Run(
     made, shared / transport[:5], *OPTIONS, *CLUSTER, option, config=runs.VARIED
   )
-  text = run.finish(status=1)
+  text = run.finish(status)
   assert words in text and 'Traceback' not in text
   assert not run.said('train ', ' reward ')
 
