@@ -90,15 +90,18 @@ def test_the_reference_solution_and_the_output_of_its_tests(folders, task):
   )
   env, _ = begin(tasks, name, test_command=tests)
   _, reward, _, _, info = env.step(env.apply_solution())
-  assert reward == 1
+  assert reward == (1 if task is FIRST[0] else 2)  # Harbor's is what the file says
   output = info['columns']['test_output']
   assert output.startswith('exit code 0\n2\nshort test summary info\nPASSED a\n')
   file = 'solution.sh' if task is FIRST[0] else 'solution/solve.sh'
   write(tasks / name, {file: 'echo too much; exit 5'})
   env, _ = begin(tasks, name, test_command='echo fine')
   _, reward, _, _, info = env.step(env.apply_solution())
-  without_summary = "no pytest summary in the tests' output" if task is FIRST[0] else ''
-  assert (reward, info['columns']['failed']) == (0, without_summary)
+  why = {
+    FIRST[0]: "no pytest summary in the tests' output",
+    SECOND[0]: 'the tests wrote no reward.json or reward.txt',
+  }
+  assert (reward, info['columns']['failed']) == (0, why[task])
   env, _ = begin(tasks, name, test_command='echo FAIL; exit 1')
   _, reward, _, _, info = env.step(env.apply_solution())
   assert reward == 0

@@ -60,6 +60,7 @@ def columns(seed=0, played=PLAYED):
     'reward_weights': np.ones((rows, 1), np.float32),
     'expert_mask': np.arange(rows) >= played,
     'greedy_mask': (np.arange(rows) < 2) & (played > 2),
+    'step_ends': mask,
   }
   return {name: jnp.asarray(x) for name, x in arrays.items()}
 
