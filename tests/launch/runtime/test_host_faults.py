@@ -13,6 +13,7 @@ from tests.launch import held, host_runs, runs
 pytestmark = [
   pytest.mark.slow,
   pytest.mark.extended,
+  pytest.mark.timeout(900),
   pytest.mark.ray,
   pytest.mark.xdist_group('ray'),
   pytest.mark.skipif(
