@@ -251,6 +251,7 @@ async def _score_steps(
     rewards by the index of a step's last token.
   """
   places = [i for i, m in enumerate(cache.messages) if m['role'] == 'assistant']
+  places = places[-len(cache.turns) :]  # a prompt may have replies as examples
   if len(places) != len(cache.turns):
     error = f'{len(cache.turns)} turns have {len(places)} replies: no steps to score'
     return RewardOutput(None, error), {}

@@ -199,17 +199,32 @@ def fill_bins(
   else:
     order = sorted(range(len(units)), key=lambda i: (-num_tokens[i], i))
   bins = FirstFitBins(pack, lengths)
-  for i in order:
-    if bins.try_add(units[i]):
+  place_units(bins, [units[i] for i in order])
+  return bins
+
+
+def place_units(bins: 'FirstFitBins', units: Sequence[np.ndarray]) -> None:
+  """Places units in order, each in a new micro-batch if none has room.
+
+  Args:
+    bins: Where to place them.
+    units: The row numbers of each unit, which stay in one micro-batch.
+
+  Raises:
+    ValueError: A unit is larger than a micro-batch.
+  """
+  pack = bins.pack
+  for unit in units:
+    if bins.try_add(unit):
       continue
     bins.add_micro_batch()
-    if not bins.try_add(units[i]):
+    if not bins.try_add(unit):
       raise ValueError(
-        f'{len(units[i])} rows of {num_tokens[i]} tokens that must stay together do '
-        f'not fit a micro-batch of {pack.rows} packed rows of {pack.length} tokens and '
-        f'{pack.sequences} sequences: ask for more tokens in batch.packing'
+        f'{len(unit)} rows of {int(bins.lengths.tokens[unit].sum())} tokens that must '
+        f'stay together do not fit a micro-batch of {pack.rows} packed rows of '
+        f'{pack.length} tokens and {pack.sequences} sequences: ask for more tokens in '
+        'batch.packing'
       )
-  return bins
 
 
 def make_plan(

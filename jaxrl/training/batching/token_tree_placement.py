@@ -17,6 +17,7 @@ from jaxrl.training.batching.first_fit_placement import (
   FirstFitBins,
   RowLengths,
   index_of_rows,
+  place_units,
   token_positions,
 )
 from jaxrl.training.batching.packing_plan import PackingPlan, PackShape
@@ -217,17 +218,7 @@ def fill_tree_bins(
     key=lambda i: (-size[tree_of_rank[ranks[i]]], tree_of_rank[ranks[i]], -ranks[i]),
   )
   bins = TreeBins(pack, lengths)
-  for i in order:
-    if bins.try_add(units[i]):
-      continue
-    bins.add_micro_batch()
-    if not bins.try_add(units[i]):
-      raise ValueError(
-        f'{len(units[i])} rows of {int(lengths.tokens[units[i]].sum())} tokens that '
-        f'must stay together do not fit a micro-batch of {pack.rows} packed rows of '
-        f'{pack.length} tokens and {pack.sequences} sequences: ask for more tokens in '
-        'batch.packing'
-      )
+  place_units(bins, [units[i] for i in order])
   return bins
 
 

@@ -8,6 +8,7 @@ import pytest
 
 from jaxrl.envs.graders.composite import make_grader_part
 from jaxrl.envs.graders.grader_processes import GraderTimeout
+from jaxrl.rollout.episodes.rollout_cache import RolloutCache, Turn
 from jaxrl.rollout.rewards.reward_pipeline import (
   GraderReward,
   RewardInput,
@@ -15,7 +16,16 @@ from jaxrl.rollout.rewards.reward_pipeline import (
   RewardPipeline,
   RewardTerm,
 )
-from tests.rollout.fakes import BadEnv, EchoEnv, FakeEngine, play, world
+from jaxrl.rollout.thread_pool import ThreadPool
+from tests.rollout.fakes import (
+  BadEnv,
+  EchoEnv,
+  FakeChat,
+  FakeEngine,
+  lease,
+  play,
+  world,
+)
 
 
 @dataclasses.dataclass
@@ -124,6 +134,22 @@ async def test_steps_in_rows_of_turns():
   for row in rows:
     (end,) = row.extras['step_ends']
     assert row.action_mask[end] and row.rewards[end]
+
+
+async def test_replies_that_a_prompt_shows_as_examples_are_no_steps():
+  chat, reply = FakeChat(), 'a\nbc'
+  texts = [('user', '1?'), ('assistant', 'x\ny'), ('user', '2?'), ('assistant', reply)]
+  messages = [{'role': role, 'content': text} for role, text in texts]
+  cache = RolloutCache(lease(), 0, chat=chat, messages=messages)
+  cache.append_observation(chat.encode('12'))
+  start, size = len(cache.tokens), len(reply)
+  cache.tokens += chat.encode(reply)
+  cache.turns = [Turn(start, start + size, 0)]
+  grade = CountsLetters()
+  term = RewardTerm(grade, step_end='\n')
+  await RewardPipeline({'lines': term}).apply(cache, 'name', 0, ThreadPool(1))
+  assert grade.seen == ['a\n', reply]
+  assert cache.turns[0].step_rewards == {start + 1: 1.0} and cache.turns[0].reward == 3
 
 
 async def test_a_step_without_a_score():
