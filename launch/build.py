@@ -1,4 +1,4 @@
-"""Assembles a run from its settings; errors in them are raised here, before work."""
+"""Assembles a run from settings that `preparation.check_run` has accepted."""
 
 import asyncio
 import logging
@@ -35,14 +35,13 @@ from launch.rollouts.group_sources import (
   PlayedGroups,
   Players,
 )
-from launch.rollouts.preparation import load_policy, name_formats, validate_run
+from launch.rollouts.preparation import load_policy, name_formats
 from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.runtime.runtime_base import Runtime
 from launch.runtime.runtime_factory import close_and_reraise, make_runtime
 from launch.settings import off_policy
 from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings
-from launch.settings.validation import validate_training
 from launch.trainer import RunParts, Trainer
 
 log = logging.getLogger(__name__)
@@ -59,17 +58,15 @@ def build(
   """Assembles a training run.
 
   Args:
-    settings: Settings of the run.
+    settings: Settings of the run, which `preparation.check_run` has accepted.
     workdir: Folder of the run.
     sink: Takes the run's metrics and trajectories.
     stop: Returns True once the user asked to end.
     trace_steps: The first and the last step of each trace.
 
   Raises:
-    ConfigError: For settings that cannot be, or data and models that cannot be loaded.
+    ConfigError: For data and models that cannot be loaded, or do not fit the settings.
   """
-  validate_run(settings)
-  validate_training(settings)
   runtime, device_thread = make_runtime(settings), DeviceThread()
   source: GroupSource | None = None
   try:

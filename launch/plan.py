@@ -12,7 +12,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import Any
 
-from launch.logging.error_pages import print_error
+from launch.logging.error_pages import is_refusal, print_error
 from launch.planning import targets
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line
@@ -54,7 +54,9 @@ def main(argv: Sequence[str]) -> int:
     _check_json(command.flags['json'])
     targets.set_compiler_env(target)
     return _plan(command, target)
-  except command_line.ConfigError as error:
+  except ValueError as error:
+    if not is_refusal(error):
+      raise
     print_error(error)
     return 2
 

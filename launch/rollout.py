@@ -303,7 +303,7 @@ class DatasetRolloutJob:
     from launch.rollouts.env_datasets import load_datasets
     from launch.rollouts.experience_store import open_store_target
     from launch.rollouts.inference_job import InferenceJob
-    from launch.rollouts.preparation import load_policy, name_formats, validate_run
+    from launch.rollouts.preparation import check_run, load_policy, name_formats
     from launch.settings.validation import validate_sampling
 
     dump = settings.trajectory_dump
@@ -313,7 +313,7 @@ class DatasetRolloutJob:
     if dump.store is None:
       columns = env_columns(settings)
       self._columns, writer = open_dump(mode, folder.absolute(), dump, columns)
-    validate_run(settings)
+    check_run(settings, trains=False)
     if dump.store is not None:  # which is trained on
       validate_sampling(settings)
     self._where = dump.path or str(folder / 'trajectories')

@@ -138,8 +138,9 @@ def train(
 ) -> tuple['Trainer', bool]:
   """Trains: options → build → train.
 
-  The config becomes settings, `build` assembles a trainer from them, and the trainer
-  trains. If an actor is lost, a new trainer continues from the newest checkpoint.
+  The config becomes settings, which are checked; `build` assembles a trainer from them,
+  and the trainer trains. If an actor is lost, a new trainer continues from the newest
+  checkpoint.
 
   Args:
     config: The config.
@@ -154,10 +155,12 @@ def train(
   """
   # Imported here because they import JAX, which takes seconds.
   from launch.build import build
+  from launch.rollouts.preparation import check_run
   from launch.settings.resolve import resolve_settings
   from launch.trainer import run_with_restarts
 
   settings = resolve_settings(config, day=workdir.day)
+  check_run(settings, trains=True)
   _dump_trajectories(settings, workdir, sink)
 
   def make_trainer() -> 'Trainer':

@@ -17,7 +17,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.models import lora
-from jaxrl.options import ConfigError
 from jaxrl.training import batch_fields, train_state
 from jaxrl.training.batching.batch_builder import SEGMENT_LENGTHS_KEY
 from jaxrl.training.learner_options import LearnerOptions
@@ -91,7 +90,7 @@ class SelfTeacherScorer:
     teacher = spec.algorithm.self_teacher
     assert teacher is not None
     if spec.top_k > spec.model.config.vocab_size:
-      raise ConfigError(
+      raise ValueError(
         f'top_k={spec.top_k}: the policy only has {spec.model.config.vocab_size} tokens'
       )
     self.fields = spec.teacher_fields

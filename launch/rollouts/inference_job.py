@@ -11,7 +11,7 @@ from jaxrl.model_loading import LoadedModel
 from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvManager
 from launch.rollouts.env_datasets import load_datasets, named_training_rows
-from launch.rollouts.preparation import load_policy, validate_run
+from launch.rollouts.preparation import check_run, load_policy
 from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.runtime.runtime_base import Runtime, supervise_run
 from launch.runtime.runtime_factory import close_and_reraise, make_runtime
@@ -98,7 +98,7 @@ def make_evaluator(
   Raises:
     ConfigError: For settings that cannot be.
   """
-  validate_run(settings)
+  check_run(settings, trains=False)
 
   def make_parts(
     runtime: Runtime, device_thread: DeviceThread

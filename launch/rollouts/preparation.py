@@ -12,16 +12,22 @@ from jaxrl.data.seeds import fold_seed
 from jaxrl.model_loading import LoadedModel
 from launch.rollouts import offline_data
 from launch.settings.run_settings import RunSettings
-from launch.settings.validation import validate
+from launch.settings.validation import validate, validate_training
 
 
-def validate_run(settings: RunSettings) -> None:
-  """Checks the settings of any run that plays or trains.
+def check_run(settings: RunSettings, *, trains: bool) -> None:
+  """Checks the settings of a run together, before its data and models are loaded.
+
+  Args:
+    settings: Settings of the run.
+    trains: Whether the run trains, rather than only plays.
 
   Raises:
     ConfigError: For settings that cannot be.
   """
   validate(settings)
+  if trains:
+    validate_training(settings)
   if settings.rewards:
     # Imported here because most rewards are the environments' own.
     from launch.rollouts.reward_terms import validate_rewards

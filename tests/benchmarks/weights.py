@@ -176,7 +176,7 @@ def real(config: Config, steps: int, lessons: int) -> dict[str, float]:
     job = build.build(
       resolve_settings(config),
       workdir=pathlib.Path(folder),
-      writers=MultiSink([]),
+      sink=MultiSink([]),
       stop=lambda: False,
     )
     assert asyncio.run(job.train())

@@ -11,6 +11,7 @@ from jaxrl.component_calls import parse_call
 from launch import build, train
 from launch.logging.console import Console
 from launch.logging.metric_sinks import MetricSink, MultiSink, read_metrics
+from launch.rollouts.preparation import check_run
 from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
@@ -112,8 +113,10 @@ def record(workdir, *options, config=VARIED):
   sink = Recorder()
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)
+  settings = resolve_settings(config_dict)
+  check_run(settings, trains=True)
   job = build.build(
-    resolve_settings(config_dict),
+    settings,
     workdir=workdir,
     sink=MultiSink([sink]),
     stop=lambda: False,

@@ -49,6 +49,7 @@ class Job:
     return True
 build = Job
 resolve_settings = lambda config, day: config
+check_run = lambda settings, trains: None
 """
 
 
@@ -64,6 +65,7 @@ def built(monkeypatch):
   exec(JOB, fake.__dict__)
   monkeypatch.setitem(sys.modules, 'launch.build', fake)
   monkeypatch.setitem(sys.modules, 'launch.settings.resolve', fake)
+  monkeypatch.setitem(sys.modules, 'launch.rollouts.preparation', fake)
   monkeypatch.setattr('launch.build', fake, raising=False)
 
 
@@ -146,7 +148,8 @@ def start(folder, *argv):
   code = (
     'import sys, types; m = types.ModuleType("launch.build")\n'
     f'exec({JOB!r}, m.__dict__)\n'
-    'sys.modules["launch.build"] = sys.modules["launch.settings.resolve"] = m\n'
+    'for name in ("build", "settings.resolve", "rollouts.preparation"):\n'
+    '  sys.modules[f"launch.{name}"] = m\n'
     'import launch; launch.build = m\n'
     'from launch import train; sys.exit(train.main(sys.argv[1:]))'
   )

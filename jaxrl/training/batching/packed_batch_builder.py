@@ -15,7 +15,6 @@ from jax.sharding import Mesh
 
 from jaxrl.algorithms import requirements
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.options import ConfigError
 from jaxrl.training.batching import first_fit_placement, packing_plan
 from jaxrl.training.batching.batch_builder import (
   BatchBuilder,
@@ -385,17 +384,17 @@ def _choose_trees(packing: Packing, model: TransformerLM) -> bool | None:
   """Returns whether tokens are shared in trees; None for where it pays.
 
   Raises:
-    ConfigError: They should be, but cannot be.
+    ValueError: They should be, but cannot be.
   """
   setting = 'batch.packing=first_fit(share_tree=True)'
   if packing.share_tree and not packing.share_prefix:
-    raise ConfigError(f'{setting} shares prompts too: leave out share_prefix=False')
+    raise ValueError(f'{setting} shares prompts too: leave out share_prefix=False')
   if not packing.share_prefix or packing.share_tree is False:
     return False
   config = getattr(model, 'config', None)
   if getattr(config, 'has_linear_attention', False):
     if packing.share_tree:
-      raise ConfigError(
+      raise ValueError(
         f'{setting}: the gated DeltaNet layers of this model keep no state at the '
         'forks of a tree: leave share_tree out, and prompts alone are shared'
       )
