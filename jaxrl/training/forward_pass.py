@@ -253,6 +253,7 @@ def accumulate_micro_batches(
   """Sums gradients and metrics over a plan's micro-batches.
 
   The number of micro-batches is known only at run time: one program serves any number.
+  A plan with room for one has one, and its gradients are not added to anything.
 
   Args:
     spec: The spec of the step.
@@ -265,6 +266,8 @@ def accumulate_micro_batches(
   Returns:
     `(gradients, sums)`.
   """
+  if len(plan.micro_batch_rows) == 1:
+    return micro_batch_grads(spec, plan, grad_fn, fields, weights, 0)
   start = zero_grads(spec, plan, grad_fn, params, fields, weights)
 
   def add(i: Any, total: Any) -> Any:

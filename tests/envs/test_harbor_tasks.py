@@ -2,10 +2,12 @@
 
 import asyncio
 import io
+import json
 import logging
 import shutil
 import tarfile
 import tempfile
+import types
 
 import pytest
 
@@ -272,6 +274,126 @@ def test_tests_in_a_sandbox_of_their_own_see_what_harbors_see(
   assert expected | {'away': 0, 'pipe': 0, 'run': 1} | more | found[1] == found[1]
 
 
+STEP = """#!/bin/bash
+mkdir -p /logs/verifier
+test -e /tests/shared && echo "$REWARDS" > /logs/verifier/reward.json
+ls /tests > /app/seen; cat /app/given.txt /app/done.txt >> /app/all.txt
+"""
+STEPS = {  # rewards of three steps, min_reward of the first, strategy
+  'mean': (
+    ('{"reward": 1}', '{"reward": 0.25}', '{"reward": 0.5, "style": 3}'),
+    '',
+    '',
+  ),
+  'final': (('{"reward": 1}', '{"reward": 0.25}', '{"reward": 0.5}'), '', 'final'),
+  'short': (('{"reward": 0.5}', '{"reward": 1}', '{"reward": 1}'), '0.75', ''),
+  'a lost key': (('{"reward": 1}', '{"reward": 1}', '{"reward": 0}'), '{a = 0}', ''),
+  'reached': (('{"reward": 1}', '{"reward": 0}', '{"reward": 0}'), '{reward = 1}', ''),
+  'no reward': (('{"reward": 1}', 'none', '{"reward": 0}'), '', ''),
+  'no last reward': (('{"reward": 1}', '{"reward": 1}', 'none'), '', 'final'),
+}
+
+
+def harbors_rewards(rewards, folder):
+  """What Harbor says of a trial whose steps were graded with these rewards."""
+  trial = object.__new__(harbor('trial.multi_step').MultiStepTrial)
+  trial.__dict__.update(
+    config=types.SimpleNamespace(
+      trial_name='trial', verifier=types.SimpleNamespace(disable=False)
+    ),
+    task=harbor('models.task.task').Task(folder),
+    logger=logging.getLogger('harbor'),
+    _result=types.SimpleNamespace(step_results=[]),
+  )
+  result = harbor('models.trial.result')
+  made = harbor('models.verifier.result').VerifierResult
+  for step, found in zip(trial.task.config.steps, rewards, strict=True):
+    graded = result.StepResult(step_name=step.name)
+    graded.verifier_result = None if found is None else made(rewards=found)
+    if found is None:
+      graded.exception_info = result.ExceptionInfo.from_exception(ValueError('none'))
+    trial.result.step_results.append(graded)
+    if trial._should_stop_after_step(step, graded):
+      break
+  chosen = trial._select_multi_step_reward()
+  return len(trial.result.step_results), chosen and chosen.rewards
+
+
+@HARBOR
+@SANDBOXED
+@pytest.mark.parametrize('case', STEPS)
+@pytest.mark.parametrize('mode', ['shared', 'separate'])
+def test_steps_are_graded_one_by_one_as_by_harbor(make_task, mode, case):
+  rewards, least, strategy = STEPS[case]
+  folder = make_task(None, steps=3)
+  text = (folder / 'task.toml').read_text()
+  if strategy:
+    text = f'multi_step_reward_strategy = "{strategy}"\n{text}'
+  for number, reward in enumerate(rewards, start=1):
+    name = f'name = "step-{number}"'
+    assert name in text
+    more = f'\nmin_reward = {least}' if least and number == 1 else ''
+    verifier = f'verifier = {{environment_mode = "{mode}", timeout_sec = 9, '
+    verifier += f'env = {{REWARDS = {reward!r}}}}}'
+    start, _, end = text.partition(name)
+    following = end.partition('\n[[')
+    text = f'{start}{name}{more}\n{verifier}\n' + ''.join(following[1:])
+    step = folder / 'steps' / f'step-{number}'
+    shutil.rmtree(step / 'tests')
+    write(
+      step,
+      {
+        'instruction.md': f'Do {number}.\n',
+        'tests/test.sh': STEP,
+        'workdir/given.txt': f'given {number}\n',
+        'workdir/setup.sh': 'ls -A /tests /logs/verifier >> setup.txt 2>&1; true\n',
+      },
+    )
+  write(folder, {'task.toml': text, 'tests/shared': '', 'tests/test.sh': 'exit 1'})
+  found = [None if x == 'none' else json.loads(x) for x in rewards]
+  played, expected = harbors_rewards(found, folder)
+  env, shown = begin(folder)
+  terminated = False
+  for number in range(1, played + 1):
+    assert f'Do {number}.' in shown and not terminated
+    env.step(f'```\necho done {number} > done.txt\n```')
+    shown, reward, terminated, _, info = env.step('```\nsubmit\n```')
+    if not terminated:
+      assert reward == 0
+      inside = env.step('```\ncat setup.txt; ls /tests; cat all.txt\n```')[0]
+      assert 'test.sh' not in inside and 'shared' not in inside
+      graded = ''.join(f'given {n}\ndone {n}\n' for n in range(1, number + 1))
+      assert (graded in inside) == (mode == 'shared')
+  assert terminated and env._sandbox is None
+  name = 'reward' if expected and 'reward' in expected else ''
+  assert reward == (expected[name] if expected else 0)
+  assert info['metrics'].get('reward/style') == (expected or {}).get('style')
+  assert bool(info['columns']['failed']) == ('no' in case)
+  assert info['columns']['test_output'].count('step step-') == played
+
+
+@HARBOR
+@SANDBOXED
+def test_a_script_that_prepares_a_step_may_fail_and_turns_may_end(make_task):
+  folder = make_task(None, steps=2)
+  for number in (1, 2):
+    step = folder / 'steps' / f'step-{number}'
+    script = '#!/bin/bash\necho 1 >/logs/verifier/reward.txt\n'
+    write(step, {'instruction.md': 'Do it.', 'tests/test.sh': script})
+  env, _ = begin(folder, shell='shell(turns=1)')
+  _, reward, terminated, _, info = env.step('```\ntrue\n```')
+  assert (reward, terminated) == (1, True)  # the second step was graded as it stands
+  assert info['columns']['test_output'].count('step step-') == 2
+  write(folder, {'steps/step-2/workdir/setup.sh': 'echo lost >&2; exit 3'})
+  env, _ = begin(folder)
+  _, reward, terminated, _, info = env.step('```\nsubmit\n```')
+  assert (reward, terminated) == (1, True)
+  assert 'setup of step step-2 ended with 3: lost' in info['columns']['failed']
+  write(folder, {'steps/step-1/workdir/setup.sh': 'exit 4'})
+  with pytest.raises(SandboxError, match='setup of step step-1 ended with 4'):
+    begin(folder)
+
+
 @SANDBOXED
 def test_a_test_image_that_cannot_be_made_here_is_refused_at_the_start(tmp_path):
   settings = '[verifier]\nenvironment_mode = "separate"'
@@ -296,7 +418,7 @@ def test_a_test_image_that_cannot_be_made_here_is_refused_at_the_start(tmp_path)
 def test_artifacts_that_cannot_be_handed_over_are_refused(tmp_path, listed, words):
   write(tmp_path, {'task.toml': f'artifacts = {listed}', 'instruction.md': 'x'})
   with pytest.raises(ValueError, match=words):
-    harbor_tasks.read_harbor_settings(tmp_path)
+    harbor_tasks.read_harbor_task(tmp_path)
 
 
 @SANDBOXED
@@ -339,7 +461,13 @@ def test_what_an_author_asks_for_is_read_as_harbor_reads_it(make_task, monkeypat
 @pytest.mark.parametrize(
   'settings, words',
   [
-    ('[[steps]]\nname = "a"', 'steps is not supported: an episode has one'),
+    ('[[steps]]\nname = "../a"', "a step needs a name, and has '../a'"),
+    ('[[steps]]\nname = "a"\n[[steps]]\nname = "A"', 'two steps have the same name'),
+    ('[[steps]]\nname = "a"\nmin_reward = "1"', "min_reward='1' must be numbers"),
+    ('[[steps]]\nname = "a"\n[steps.healthcheck]\ncommand = "x"', 'steps.healthcheck'),
+    ('[[steps]]\nname = "a"\nagent = {user = "me"}', 'agent.user is not supported'),
+    ('multi_step_reward_strategy = "best"', "='best': must be mean or final"),
+    ('steps = 1', 'steps must be at most 64 tables'),
     ('[verifier]\nuser = "grader"', 'verifier.user is not supported'),
     ('[verifier]\nenvironment_mode = "none"', 'verifier.environment_mode is not'),
     ('[verifier.environment]\ncpus = 1', 'verifier.environment is not'),
@@ -355,23 +483,25 @@ def test_what_an_author_asks_for_is_read_as_harbor_reads_it(make_task, monkeypat
 def test_what_cannot_be_done_is_refused_by_name(tmp_path, settings, words):
   write(tmp_path, {'task.toml': settings, 'instruction.md': 'x', 'tests/test.sh': 'x'})
   with pytest.raises(ValueError) as error:
-    harbor_tasks.read_harbor_settings(tmp_path)
+    harbor_tasks.read_harbor_task(tmp_path)
   assert words in str(error.value)
 
 
 def test_large_files_and_compose_are_refused(tmp_path):
   write(tmp_path, {'task.toml': '', 'instruction.md': 'x' * (2 << 20)})
   with pytest.raises(ValueError, match='more than'):
-    harbor_tasks.read_harbor_settings(tmp_path)
+    harbor_tasks.read_harbor_task(tmp_path)
   write(tmp_path, {'instruction.md': 'x', 'environment/docker-compose.yaml': ''})
   with pytest.raises(ValueError, match='only one container'):
-    harbor_tasks.read_harbor_settings(tmp_path)
+    harbor_tasks.read_harbor_task(tmp_path)
 
 
 def test_rewards_of_several_names_need_one_called_reward():
   files = {'reward.json': b'{"a": 1, "b": 2}', 'reward.txt': b'1'}
-  with pytest.raises(ValueError, match='none of its 2 rewards'):
-    harbor_tasks.parse_rewards(files)
-  assert harbor_tasks.parse_rewards({'reward.txt': b'1\n'}) == (1.0, {})
+  rewards = harbor_tasks.parse_rewards(files)
+  with pytest.raises(ValueError, match='none of the 2 rewards'):
+    harbor_tasks.combine_rewards([rewards], counts_last=False)
+  rewards = harbor_tasks.parse_rewards({'reward.txt': b'1\n'})
+  assert harbor_tasks.combine_rewards([rewards], counts_last=False) == (1.0, {})
   with pytest.raises(ConfigError, match='tasks'):
     env_factory('terminal_bench', {'tasks': 'nowhere'})

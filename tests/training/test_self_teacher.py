@@ -215,6 +215,6 @@ async def test_nothing_compiles_after_warmup():
 def test_what_cannot_be_is_told():
   with pytest.raises(ConfigError, match='the moving average and the reference'):
     registry.make('sdpo', {'kl_loss': 'k3'})
-  with pytest.raises(ConfigError, match=r'top_k=65: the policy only has 64 tokens'):
+  with pytest.raises(ValueError, match=r'top_k=65: the policy only has 64 tokens'):
     spec = StepSpec(MODEL, algorithm(top_k=65), top_k=65)
     SelfTeacherScorer(spec, single_device_mesh(), chunk_rows=1, longest=8)

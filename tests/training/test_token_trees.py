@@ -8,7 +8,6 @@ import pytest
 
 from jaxrl.algorithms import registry, requirements
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.options import ConfigError
 from jaxrl.training import batch_fields, monitoring
 from jaxrl.training.batching import (
   packed_batch_builder,
@@ -296,12 +295,12 @@ def test_experts_that_differ_part_rows():
 
 
 def test_what_cannot_be_shared_in_trees_is_refused_or_told(caplog):
-  with pytest.raises(ConfigError, match='leave out share_prefix=False'):
+  with pytest.raises(ValueError, match='leave out share_prefix=False'):
     layout(first_fit(share_prefix=False))
   sizes = {'key_heads': 2, 'value_heads': 2, 'key_dim': 8, 'value_dim': 8}
   sizes = {f'linear_{name}': size for name, size in sizes.items()}
   deltas = toy.model(linear_attention=True, conv_width=4, **sizes)
-  with pytest.raises(ConfigError, match='the gated DeltaNet layers of this model'):
+  with pytest.raises(ValueError, match='the gated DeltaNet layers of this model'):
     packed_batch_builder._choose_trees(first_fit(), deltas)
   caplog.set_level('INFO')
   assert not packed_batch_builder._choose_trees(first_fit(share_tree=None), deltas)

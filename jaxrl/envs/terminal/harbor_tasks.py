@@ -1,4 +1,4 @@
-"""HarborSettings is what a task folder of Harbor says; its rewards are read here, too.
+"""HarborTask is what a task folder of Harbor says; its rewards are read here, too.
 
 See https://harborframework.com/docs. What would change an episode or its tests, but is
 not supported, is refused by the name of its key in task.toml.
@@ -10,7 +10,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,10 @@ REWARD_FILES = ('reward.json', 'reward.txt')  # the first of them that exists co
 MAX_REWARD_BYTES = 1 << 16
 _MAX_REWARDS = 64
 _MAX_FILE_BYTES = 1 << 20  # of task.toml and instruction.md
+_MAX_STEPS = 64
+_STEP_NAME = re.compile(
+  r'(?!\.{1,2}$)[^/\\:*?"<>|\x00-\x1f]{0,200}[^/\\:*?"<>|\x00-\x1f. ]'
+)
 _DEFAULT_SECONDS = 600.0
 _VARIABLE = re.compile(r'\$\{([^}:]+)(?::-(.*))?\}')
 # Benchmarks mark their files with such lines, which no agent is to see.
@@ -30,9 +34,11 @@ _ROOT = (None, 'root', 0, '0')
 
 @dataclasses.dataclass(frozen=True)
 class HarborSettings:
-  """The settings of one task.
+  """The settings of one task, or of one of its steps.
 
   Attributes:
+    step: The name of the step; '' for a task without steps.
+    min_reward: The rewards, by name, below which no further step begins.
     instruction: What the agent is to do.
     agent_seconds: Wall-clock seconds that the agent has.
     test_seconds: Wall-clock seconds that the tests have.
@@ -44,6 +50,8 @@ class HarborSettings:
     artifacts: What the agent hands over to such tests.
   """
 
+  step: str
+  min_reward: Mapping[str, float]
   instruction: str
   agent_seconds: float
   test_seconds: float
@@ -55,14 +63,27 @@ class HarborSettings:
   artifacts: tuple[harbor_artifacts.Artifact, ...]
 
 
-def read_harbor_settings(folder: Path) -> HarborSettings:
-  """Reads task.toml and instruction.md.
+@dataclasses.dataclass(frozen=True)
+class HarborTask:
+  """A task: one or several steps, which an agent does one after the other.
+
+  Attributes:
+    steps: The settings of each; a task without steps is one step without a name.
+    counts_last: Whether the reward is that of the last step, rather than the mean.
+  """
+
+  steps: tuple[HarborSettings, ...]
+  counts_last: bool
+
+
+def read_harbor_task(folder: Path) -> HarborTask:
+  """Reads task.toml and the instructions.
 
   Args:
     folder: The folder of the task.
 
   Returns:
-    The settings.
+    The task.
 
   Raises:
     ValueError: If they are wrong, or ask for something that is not supported.
@@ -71,17 +92,51 @@ def read_harbor_settings(folder: Path) -> HarborSettings:
     settings = tomllib.loads(_read_text(folder / 'task.toml'))
   except tomllib.TOMLDecodeError as error:
     raise ValueError(f'{folder}/task.toml: {error}') from error
+  strategy = settings.get('multi_step_reward_strategy')
+  if strategy not in (None, 'mean', 'final'):
+    raise ValueError(
+      f'{folder}/task.toml: multi_step_reward_strategy={strategy!r}: must be mean or '
+      'final'
+    )
+  steps = settings.get('steps') or [None]
+  if not isinstance(steps, list) or len(steps) > _MAX_STEPS:
+    raise ValueError(f'{folder}/task.toml: steps must be at most {_MAX_STEPS} tables')
+  read = tuple(_read_step(folder, settings, step) for step in steps)
+  if len({step.step.casefold() for step in read}) < len(read):
+    raise ValueError(f'{folder}/task.toml: two steps have the same name')
+  return HarborTask(read, strategy == 'final')
+
+
+def _read_step(folder: Path, settings: Mapping[str, Any], step: Any) -> HarborSettings:
+  """Reads a step: what it leaves out of `agent` and `verifier` is the task's."""
   agent, tests, environment, solution = (
     _table(folder, settings, name)
     for name in ('agent', 'verifier', 'environment', 'solution')
   )
-  _refuse(folder, settings, agent, tests, environment)
-  instruction = folder / 'instruction.md'
+  name, own, artifacts = '', {}, settings.get('artifacts', [])
+  place = folder
+  if step is not None:
+    own, name = step, step.get('name') if isinstance(step, dict) else None
+    if not isinstance(name, str) or not _STEP_NAME.fullmatch(name):
+      raise ValueError(f'{folder}/task.toml: a step needs a name, and has {name!r}')
+    place = folder / 'steps' / name
+    agent = {**agent, **_table(folder, own, 'agent')}
+    of_step = _table(folder, own, 'verifier')
+    variables = {**tests.get('env', {}), **of_step.get('env', {})}
+    tests = {**tests, **of_step, 'env': variables}
+    if own.get('artifacts'):
+      artifacts = [*artifacts, *own['artifacts']]
+    if own.get('healthcheck'):
+      raise ValueError(f'{folder}/task.toml: steps.healthcheck is not supported')
+  _refuse(folder, agent, tests, environment)
+  instruction = place / 'instruction.md'
   text = _read_text(instruction) if instruction.is_file() else ''
   workdir = environment.get('workdir') or ''
   if not isinstance(workdir, str) or (workdir and not workdir.startswith('/')):
     raise ValueError(f'{folder}: environment.workdir={workdir!r} must begin with /')
   return HarborSettings(
+    step=name,
+    min_reward=_min_reward(folder, own),
     instruction=_without_canary(text),
     agent_seconds=_seconds(folder, 'agent', agent),
     test_seconds=_seconds(folder, 'verifier', tests),
@@ -90,7 +145,7 @@ def read_harbor_settings(folder: Path) -> HarborSettings:
     test_variables=_variables(folder, 'verifier', tests),
     solution_variables=_variables(folder, 'solution', solution),
     is_separate=tests.get('environment_mode') == 'separate',
-    artifacts=harbor_artifacts.read_artifacts(folder, settings.get('artifacts', [])),
+    artifacts=harbor_artifacts.read_artifacts(folder, artifacts),
   )
 
 
@@ -107,9 +162,18 @@ def _table(folder: Path, settings: Mapping[str, Any], name: str) -> Mapping[str,
   return table
 
 
+def _min_reward(folder: Path, step: Mapping[str, Any]) -> Mapping[str, float]:
+  """Returns the thresholds of a step, by the name of the reward."""
+  value = step.get('min_reward', {})
+  thresholds = value if isinstance(value, dict) else {'reward': value}
+  for threshold in thresholds.values():
+    if isinstance(threshold, bool) or not isinstance(threshold, int | float):
+      raise ValueError(f'{folder}/task.toml: min_reward={value!r} must be numbers')
+  return {name: float(threshold) for name, threshold in thresholds.items()}
+
+
 def _refuse(
   folder: Path,
-  settings: Mapping[str, Any],
   agent: Mapping[str, Any],
   tests: Mapping[str, Any],
   environment: Mapping[str, Any],
@@ -130,11 +194,6 @@ def _refuse(
     'environment.gpus': environment.get('gpus'),
     'environment.tpu': environment.get('tpu'),
   }
-  if settings.get('steps'):
-    raise ValueError(
-      f'{folder}/task.toml: steps is not supported: an episode has one instruction, '
-      'and is graded once'
-    )
   for key, value in refused.items():
     if value:
       raise ValueError(f'{folder}/task.toml: {key} is not supported')
@@ -187,14 +246,14 @@ def _without_canary(text: str) -> str:
   return '\n'.join(lines[start:])
 
 
-def parse_rewards(files: Mapping[str, bytes]) -> tuple[float, dict[str, float]]:
+def parse_rewards(files: Mapping[str, bytes]) -> dict[str, float]:
   """Parses the rewards that tests wrote.
 
   Args:
     files: The contents of the files of `REWARD_FILES` that exist.
 
   Returns:
-    The reward, and the others by name. Of several, the reward is that called `reward`.
+    The rewards by name, of which there is at least one.
 
   Raises:
     ValueError: If there is no reward; the error says why.
@@ -212,8 +271,33 @@ def parse_rewards(files: Mapping[str, bytes]) -> tuple[float, dict[str, float]]:
   for key, number in value.items():
     if not isinstance(number, int | float) or not math.isfinite(number):
       raise ValueError(f'{name}: {key} is {number!r}, no finite number'[:200])
-  rewards = {key: float(number) for key, number in value.items()}
+  return {key: float(number) for key, number in value.items()}
+
+
+def combine_rewards(
+  steps: Sequence[Mapping[str, float] | None], *, counts_last: bool
+) -> tuple[float, dict[str, float]]:
+  """Combines the rewards of a task's steps, as Harbor does.
+
+  Args:
+    steps: The rewards of each step that was graded; None where its tests wrote none.
+    counts_last: Whether the last step alone counts, rather than the mean. A name that a
+      step lacks counts as 0 in the mean; a step without rewards does not count.
+
+  Returns:
+    The reward, and the others by name. Of several, the reward is that called `reward`.
+
+  Raises:
+    ValueError: If there is no reward, or none of several is called `reward`.
+  """
+  counted = [step for step in (steps[-1:] if counts_last else steps) if step]
+  if not counted:
+    raise ValueError('no step has a reward')
+  names = dict.fromkeys(name for step in counted for name in step)
+  rewards = {
+    name: sum(step.get(name, 0.0) for step in counted) / len(counted) for name in names
+  }
   if len(rewards) > 1 and 'reward' not in rewards:
-    raise ValueError(f'{name}: none of its {len(rewards)} rewards is called reward')
+    raise ValueError(f'none of the {len(rewards)} rewards is called reward')
   main = 'reward' if 'reward' in rewards else next(iter(rewards))
   return rewards.pop(main), rewards

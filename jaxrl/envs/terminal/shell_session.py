@@ -64,6 +64,19 @@ class ShellSession:
     self._num_replies = self._num_commands = self._num_invalid = 0
     self._submitted = False
 
+  def go_on(self, seconds: float) -> None:
+    """Goes on with another part of the episode, whose commands have their own time.
+
+    Args:
+      seconds: The time limit of all its commands together.
+    """
+    self._seconds_left, self._submitted = seconds, False
+
+  @property
+  def may_act(self) -> bool:
+    """Returns whether the episode has turns left."""
+    return self._num_replies < self._turns
+
   def act(self, reply: str) -> tuple[str, bool]:
     """Does what a reply says.
 
@@ -207,6 +220,7 @@ def shell_env_step(
   action: str,
   grade: Callable[[], tuple[float, Mapping[str, Any]]],
   end: Callable[[], None],
+  go_on: Callable[[], str] = str,
 ) -> tuple[str, float, bool, bool, dict[str, Any]]:
   """Implements an environment's step: runs a command, or grades when the agent is done.
 
@@ -214,7 +228,10 @@ def shell_env_step(
     shell: The session.
     action: The model's reply.
     grade: Returns the reward, and a mapping with `metrics` and `columns`.
-    end: Called after grading, whatever happens.
+    end: Called after the last grading, whatever happens.
+    go_on: Called after grading, if there may be another part to do: begins it and
+      returns what the agent sees; '' if there is none. A part that begins when the
+      agent has no turns left is graded as it stands.
 
   Returns:
     A tuple (observation, reward, terminated, truncated, info).
@@ -222,10 +239,17 @@ def shell_env_step(
   observation, done = shell.act(action)
   if not done:
     return observation, 0.0, False, False, {'metrics': shell.metrics}
+  is_over = True
   try:
     reward, outcome = grade()
+    while observation := go_on():
+      if shell.may_act:
+        is_over = False
+        return observation, 0.0, False, False, {'metrics': shell.metrics}
+      reward, outcome = grade()
   finally:
-    end()
+    if is_over:
+      end()
   solved = float(reward >= 1)
   metrics = {**shell.metrics, 'accuracy': solved, 'correct': solved}
   metrics |= dict(outcome['metrics'])

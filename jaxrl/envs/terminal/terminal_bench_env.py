@@ -4,8 +4,11 @@ Tasks are folders of Terminal-Bench (`terminal_bench_tasks`). Tests are copied i
 sandbox after the agent's last command, when nothing that it started is alive.
 """
 
+import io
+import math
 import os
 import re
+import tarfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal
@@ -33,7 +36,8 @@ class TerminalBenchEnv:
   """Plays one task at a time, whose `question` names a folder below `tasks`.
 
   The reward is 1 if all tests pass, else 0. For tasks of the second form it is what
-  their tests write, as Harbor reads it; 0 if that is no number.
+  their tests write, as Harbor reads it; 0 if that is no number. A task of several steps
+  shows the next one after `submit`; its reward comes at the end.
 
   Args:
     tasks: The folder of tasks.
@@ -77,8 +81,12 @@ class TerminalBenchEnv:
     self._test_command = test_command
     self._time_factor = time_factor
     self._setup_seconds = setup_seconds
-    self._task: terminal_bench_tasks.TerminalTask | None = None
-    self._sandbox: Sandbox | None = None
+    self._task: terminal_bench_tasks.TerminalTask | None = None  # the step at hand
+    self._steps_left: list[terminal_bench_tasks.TerminalTask] = []
+    self._rewards: list[Mapping[str, float] | None] = []  # of each step so far
+    self._columns: dict[str, Any] = {}  # what is told of the steps so far
+    self._sandbox: Sandbox | None = None  # the agent's
+    self._test_sandbox: Sandbox | None = None
     self._solution_output = ''  # of a reference solution that did not end with 0
 
   @staticmethod
@@ -111,24 +119,72 @@ class TerminalBenchEnv:
         'terminal_bench needs a data set whose rows name tasks: set dataset.path'
       )
     folder = self._tasks / str(task.item['question'])
-    self._task = terminal_bench_tasks.read_terminal_task(folder)
-    self._solution_output = ''
+    task = terminal_bench_tasks.read_terminal_task(folder)
+    steps = task.steps or (task,)
+    self._task, self._steps_left = task, [*steps[1:]]
+    self._rewards, self._columns = [], {}
     with workdirs.scratch_workdir() as scratch:
-      if self._local and self._task.has_test_image:  # what is wrong is said now
-        dockerfile.stage_dockerfile(self._task.test_context, scratch / 'tests')
-      sandbox = self._open(scratch / 'files', self._task.context, self._task.name)
-    if self._task.is_separate:
+      for number, step in enumerate(steps):
+        if self._local and step.has_test_image:  # what is wrong is said now
+          dockerfile.stage_dockerfile(step.test_context, scratch / f'tests{number}')
+      sandbox = self._open(scratch / 'files', task.context, task.name)
+    if any(step.is_separate for step in steps):
       sandbox.put(harbor_artifacts.ARTIFACTS_DIR, None)
-    self._shell.start(sandbox, self._time_factor * self._task.agent_seconds)
-    return f'{self._task.instruction}\n\n{shell_session.SHELL_HELP}', {}
+    if problem := self._prepare_step(steps[0]):
+      raise SandboxError(f'{task.name}: {problem}')
+    self._shell.start(sandbox, self._time_factor * steps[0].agent_seconds)
+    return f'{steps[0].instruction}\n\n{shell_session.SHELL_HELP}', {}
 
-  def _open(self, scratch: Path, context: Path, name: str) -> Sandbox:
+  def _prepare_step(self, step: terminal_bench_tasks.TerminalTask) -> str:
+    """Makes a step the one at hand; returns what went wrong, or ''."""
+    sandbox = self._sandbox
+    if sandbox is None:
+      raise SandboxError('the sandbox was stopped')
+    self._task, self._solution_output = step, ''
+    if step.files is None:
+      return ''
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode='w') as archive:
+      archive.add(step.files, '.')
+    result = sandbox.exec(
+      ['tar', '-xf', '-', '--no-same-owner'], stdin=packed.getvalue()
+    )
+    if not result.code and (step.files / 'setup.sh').is_file():
+      result = sandbox.exec(['bash', 'setup.sh'], seconds=self._setup_seconds)
+    if not result.code:
+      return ''
+    return f'setup of step {step.step} ended with {result.code}: {result.text[-500:]}'
+
+  def _begin_next_step(self) -> str:
+    """Begins the next step, unless there is none or the last one fell short."""
+    task, rewards = self._task, self._rewards[-1] if self._rewards else None
+    if task is None or not self._steps_left or rewards is None:
+      return ''
+    for name, least in task.min_reward.items():
+      if rewards.get(name, -math.inf) < least:
+        return ''
+    step = self._steps_left.pop(0)
+    if self._test_sandbox is not None:
+      self._test_sandbox.stop()
+    elif self._sandbox is not None:
+      for folder in (terminal_bench_tasks.TESTS_DIR, harbor_tasks.REWARDS_DIR):
+        self._sandbox.put(folder, None)  # no agent sees them
+    if problem := self._prepare_step(step):
+      self._columns['failed'] = problem
+      return ''
+    self._shell.go_on(self._time_factor * step.agent_seconds)
+    return step.instruction
+
+  def _open(
+    self, scratch: Path, context: Path, name: str, *, for_tests: bool = False
+  ) -> Sandbox:
     """Starts a sandbox of the task, carrying out its Dockerfile if it is local.
 
     Args:
       scratch: A folder to make, for files on their way.
       context: The folder of the Dockerfile.
       name: What stands for `{task}` in the name of an image.
+      for_tests: Whether only the tests run in it.
     """
     assert self._task is not None
     scratch.mkdir()
@@ -136,12 +192,16 @@ class TerminalBenchEnv:
       staged = dockerfile.StagedDockerfile(workdir='')  # its image has it all
     else:
       staged = dockerfile.stage_dockerfile(context, scratch)
-    self._sandbox = sandbox = self._make_sandbox(
+    sandbox = self._make_sandbox(
       folders=staged.folders,
       workdir=self._task.workdir or staged.workdir,
       task=name,
       environment={**staged.environment, **self._task.variables},
     )
+    if for_tests:  # kept before it starts: kill() must find it
+      self._test_sandbox = sandbox
+    else:
+      self._sandbox = sandbox
     sandbox.start()
     workdir = self._task.workdir or staged.workdir
     if self._local and sandbox.exec(['pwd']).text.strip() != workdir:
@@ -186,7 +246,9 @@ class TerminalBenchEnv:
 
   def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
     """Runs the reply's command, or runs the tests when the agent is done."""
-    return shell_session.shell_env_step(self._shell, action, self._grade, self.kill)
+    return shell_session.shell_env_step(
+      self._shell, action, self._grade, self.kill, self._begin_next_step
+    )
 
   def _grade(self) -> tuple[float, dict[str, Any]]:
     task, sandbox = self._task, self._sandbox
@@ -221,7 +283,11 @@ class TerminalBenchEnv:
       )
     output = self._solution_output + test_results.describe_run(result, seconds)
     columns = {'failed': '', 'task': task.name, 'test_output': output}
+    if task.step:
+      before = self._columns.get('test_output', '')
+      columns['test_output'] = f'{before}step {task.step}: {output}\n'
     if task.writes_reward:
+      self._columns = columns
       return self._read_rewards(sandbox, result, columns)
     passed = test_results.parse_pytest_summary(result.stdout.decode('utf-8', 'replace'))
     failed = [name for name, ok in passed.items() if not ok]
@@ -234,7 +300,10 @@ class TerminalBenchEnv:
     return float(solved), {'metrics': metrics, 'columns': columns}
 
   def _open_for_tests(self, sandbox: Sandbox, scratch: Path) -> Sandbox:
-    """Ends the agent's sandbox; returns one for the tests, with its artifacts."""
+    """Returns a sandbox for the tests, with the artifacts of the agent's.
+
+    The agent's is ended unless a step may follow in it.
+    """
     task = self._task
     assert task is not None
     (scratch / 'artifacts').mkdir()
@@ -243,9 +312,10 @@ class TerminalBenchEnv:
     )
     if self._sandbox is not sandbox:
       raise SandboxError('the sandbox was stopped')
-    sandbox.stop()
+    if not self._steps_left:
+      sandbox.stop()
     name = f'{task.name}-tests' if task.has_test_image else task.name
-    sandbox = self._open(scratch / 'files', task.test_context, name)
+    sandbox = self._open(scratch / 'files', task.test_context, name, for_tests=True)
     harbor_artifacts.hand_over_artifacts(sandbox, copies)
     if task.has_test_image:  # as Harbor does, whatever the mode of the files is
       script = f'{terminal_bench_tasks.TESTS_DIR}/{task.script}'
@@ -255,29 +325,44 @@ class TerminalBenchEnv:
   def _read_rewards(
     self, sandbox: Sandbox, result: ExecResult, columns: dict[str, Any]
   ) -> tuple[float, dict[str, Any]]:
-    """Returns the reward that the tests wrote and the info with all that they wrote."""
-    files = {}
+    """Reads the rewards of the step at hand.
+
+    Returns:
+      The reward of all steps so far, and the info with all that their tests wrote.
+    """
+    task, files = self._task, {}
+    assert task is not None
     for name in harbor_tasks.REWARD_FILES:
       argv = ['cat', '--', f'{harbor_tasks.REWARDS_DIR}/{name}']
       read = sandbox.exec(argv, output=harbor_tasks.MAX_REWARD_BYTES)
       if read.code == 0:
         files[name] = read.stdout
+    rewards, reward, others = None, 0.0, {}
     try:
       if result.limit:
         raise ValueError(f'the tests reached their limit of {result.limit}')
-      reward, others = harbor_tasks.parse_rewards(files)
+      rewards = harbor_tasks.parse_rewards(files)
     except ValueError as error:
-      columns['failed'] = str(error)
-      reward, others = 0.0, {}
+      columns['failed'] = f'step {task.step}: {error}' if task.step else str(error)
+    self._rewards.append(rewards)
+    if any(self._rewards):
+      try:
+        reward, others = harbor_tasks.combine_rewards(
+          self._rewards, counts_last=task.counts_last
+        )
+      except ValueError as error:
+        columns['failed'] = columns['failed'] or str(error)
     shares = {'passed': reward, 'test_timeout': float(result.limit == 'time')}
     metrics = {f'reward/{name}': value for name, value in others.items()} | shares
     return reward, {'metrics': metrics, 'columns': columns}
 
   def kill(self) -> None:
     """Ends everything that runs and removes its files, from any thread."""
-    sandbox, self._sandbox = self._sandbox, None
-    if sandbox is not None:
-      sandbox.stop()
+    sandboxes = self._sandbox, self._test_sandbox
+    self._sandbox = self._test_sandbox = None
+    for sandbox in sandboxes:
+      if sandbox is not None:
+        sandbox.stop()
 
   close = kill
 

@@ -2,7 +2,8 @@
 
 First form: task.yaml, Dockerfile, run-tests.sh, tests/, solution.sh. Second form
 (Terminal-Bench 2, Harbor): task.toml, instruction.md, environment/Dockerfile,
-tests/test.sh, solution/. See https://github.com/laude-institute/terminal-bench and
+tests/test.sh, solution/; or several steps, each with its own instruction, tests and
+solution below steps/. See https://github.com/laude-institute/terminal-bench and
 https://harborframework.com/docs.
 """
 
@@ -20,7 +21,7 @@ SOLUTION_DIR = '/solution'  # where a task's reference solution lies when it run
 
 @dataclasses.dataclass(frozen=True)
 class TerminalTask:
-  """One task.
+  """One task, or one step of a task.
 
   Attributes:
     name: The name of the folder.
@@ -39,6 +40,10 @@ class TerminalTask:
     solution_variables: Environment variables of the reference solution.
     is_separate: Whether the tests run in a sandbox of their own.
     artifacts: What the agent hands over to such tests.
+    step: The name of the step; '' for a task.
+    min_reward: The rewards, by name, below which no further step begins.
+    steps: The steps of a task of the second form, in order; at least one.
+    counts_last: Whether the reward is that of the last step, rather than the mean.
   """
 
   name: str
@@ -56,16 +61,40 @@ class TerminalTask:
   solution_variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
   is_separate: bool = False
   artifacts: tuple[harbor_artifacts.Artifact, ...] = ()
+  step: str = ''
+  min_reward: Mapping[str, float] = dataclasses.field(default_factory=dict)
+  steps: tuple['TerminalTask', ...] = ()
+  counts_last: bool = False
+
+  @property
+  def step_folder(self) -> Path:
+    """The folder of the step, or of a task without steps."""
+    return self.folder / 'steps' / self.step if self.step else self.folder
+
+  @property
+  def test_folders(self) -> tuple[Path, ...]:
+    """The folders of tests; a file of a later one replaces that of an earlier one."""
+    folders = dict.fromkeys((self.folder, self.step_folder))
+    return tuple(f / 'tests' for f in folders if (f / 'tests').is_dir())
 
   @property
   def has_test_image(self) -> bool:
     """Whether separate tests have a Dockerfile of their own, which brings them."""
-    return self.is_separate and (self.folder / 'tests' / 'Dockerfile').is_file()
+    return self.is_separate and self.test_context != self.context
 
   @property
   def test_context(self) -> Path:
     """The folder of the Dockerfile of separate tests."""
-    return self.folder / 'tests' if self.has_test_image else self.context
+    for tests in reversed(self.test_folders):
+      if (tests / 'Dockerfile').is_file():
+        return tests
+    return self.context
+
+  @property
+  def files(self) -> Path | None:
+    """The folder that is copied to where commands run before a step begins."""
+    folder = self.step_folder / 'workdir'
+    return folder if self.step and folder.is_dir() else None
 
   def stage_tests(self, folder: Path) -> None:
     """Copies everything that grading needs.
@@ -73,11 +102,9 @@ class TerminalTask:
     Args:
       folder: The folder to create.
     """
-    tests = self.folder / 'tests'
-    if tests.is_dir():
-      shutil.copytree(tests, folder, symlinks=True)
-    else:
-      folder.mkdir()
+    folder.mkdir()
+    for tests in self.test_folders:
+      shutil.copytree(tests, folder, symlinks=True, dirs_exist_ok=True)
     if not self.writes_reward:
       shutil.copy(self.folder / self.script, folder / self.script)
     if not (folder / self.script).is_symlink():
@@ -92,7 +119,7 @@ class TerminalTask:
     Returns:
       Whether the task has a solution; nothing is created if it has none.
     """
-    source = self.folder / 'solution' if self.writes_reward else self.folder
+    source = self.step_folder / 'solution' if self.writes_reward else self.folder
     script = source / self.solution
     if not script.is_file():
       return False
@@ -153,34 +180,42 @@ def _read_first_form(folder: Path) -> TerminalTask:
 
 
 def _read_second_form(folder: Path) -> TerminalTask:
-  settings = harbor_tasks.read_harbor_settings(folder)
-  return _validated(
-    TerminalTask(
-      name=folder.name,
-      folder=folder,
-      instruction=settings.instruction,
-      agent_seconds=settings.agent_seconds,
-      test_seconds=settings.test_seconds,
-      context=folder / 'environment',
-      script='test.sh',
-      solution='solve.sh',
-      writes_reward=True,
-      workdir=settings.workdir,
-      variables=settings.variables,
-      test_variables=settings.test_variables,
-      solution_variables=settings.solution_variables,
-      is_separate=settings.is_separate,
-      artifacts=settings.artifacts,
+  task = harbor_tasks.read_harbor_task(folder)
+  steps = tuple(
+    _validated(
+      TerminalTask(
+        name=folder.name,
+        folder=folder,
+        instruction=settings.instruction,
+        agent_seconds=settings.agent_seconds,
+        test_seconds=settings.test_seconds,
+        context=folder / 'environment',
+        script='test.sh',
+        solution='solve.sh',
+        writes_reward=True,
+        workdir=settings.workdir,
+        variables=settings.variables,
+        test_variables=settings.test_variables,
+        solution_variables=settings.solution_variables,
+        is_separate=settings.is_separate,
+        artifacts=settings.artifacts,
+        step=settings.step,
+        min_reward=settings.min_reward,
+        counts_last=task.counts_last,
+      )
     )
+    for settings in task.steps
   )
+  return dataclasses.replace(steps[0], steps=steps)
 
 
 def _validated(task: TerminalTask) -> TerminalTask:
   if not task.instruction.strip():
-    raise ValueError(f'{task.folder} has no instruction')
-  script = task.folder / ('tests' if task.writes_reward else '') / task.script
-  if not script.is_file():
-    raise ValueError(f'{task.folder} has no {script.relative_to(task.folder)}')
+    raise ValueError(f'{task.step_folder} has no instruction')
+  folders = task.test_folders if task.writes_reward else (task.folder,)
+  if not any((folder / task.script).is_file() for folder in folders):
+    script = f'tests/{task.script}' if task.writes_reward else task.script
+    raise ValueError(f'{task.step_folder} has no {script}')
   return task
 
 

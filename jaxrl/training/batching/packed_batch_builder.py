@@ -275,6 +275,10 @@ class PackedBatchBuilder(BatchBuilder):
     )
     sequences_in_units = max(unit_size, sequences // unit_size * unit_size)
     max_micro_batches += -(-minibatch_rows // sequences_in_units)
+    # A packed row with fewer rows than this has room for any other.
+    rows_in_slots = rows_per_shard * (length // longest)
+    if self.row_multiple == 1 and minibatch_rows <= min(rows_in_slots, sequences):
+      max_micro_batches = 1  # a program that sums over one keeps no sum of gradients
     pack = PackShape(
       max_micro_batches,
       sequences,
