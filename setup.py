@@ -73,6 +73,7 @@ EXTRAS = {
     'prometheus-client',
     'pyodps',
     'pyright[nodejs]',  # brings its own node
+    'psycopg[binary]',
     'pytest',
     'pytest-asyncio',
     'pytest-cov',

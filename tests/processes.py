@@ -5,6 +5,7 @@ import ctypes
 import os
 import resource
 import signal
+import socket
 import sys
 import time
 
@@ -24,6 +25,13 @@ def wait_for_end(pid: int, seconds: float = 60):
   while is_running(pid):
     assert time.monotonic() < end, f'process {pid} still runs after {seconds} s'
     time.sleep(0.02)
+
+
+def free_port() -> int:
+  """A port of loopback on which nothing listens just now."""
+  with socket.socket() as listener:
+    listener.bind(('127.0.0.1', 0))
+    return listener.getsockname()[1]
 
 
 def obeying_modes(command):

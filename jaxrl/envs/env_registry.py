@@ -112,8 +112,11 @@ class CheckableEnv(Env, Protocol):
   def apply_solution(self) -> str | None:
     """Carries out the reference solution of the task that `reset` prepared.
 
+    A task that is done in several parts has one for each: it is called again after each
+    reply that does not end the episode.
+
     Returns:
-      The reply that ends the episode with the solution; None if the task has none.
+      The reply that hands in the solution; None if the task has none.
     """
     ...
 

@@ -14,16 +14,11 @@ from launch.settings import command_line
 from launch.settings.logging_settings import LoggingOptions
 from tests.docs.blocks import ROOT, blocks, check_make, environment, lay_out, run
 from tests.launch.runs import rows
+from tests.processes import free_port
 
 TUTORIAL = blocks(ROOT / 'docs' / 'tutorial.md')
 PORT = '8123'  # of the tutorial; the test takes a free one
 KEY = {'JAXRL_API_KEY': 'a key of the test'}
-
-
-def free_port():
-  with socket.socket() as listener:
-    listener.bind(('127.0.0.1', 0))
-    return str(listener.getsockname()[1])
 
 
 def follow(kind, text, folder):
@@ -56,7 +51,7 @@ def test_the_tutorial_can_be_followed(tmp_path):
   assert {'reward/env', 'reward/brevity'} <= named
   scores = json.loads((tmp_path / 'scores.json').read_text())
   assert 'pass@4' in json.dumps(scores)
-  port = free_port()
+  port = str(free_port())
   words = shlex.split(serve.replace(PORT, port))
   server = subprocess.Popen(
     [sys.executable, *words[1:]],

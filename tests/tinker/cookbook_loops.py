@@ -40,7 +40,7 @@ CAPITALS = {
   'Peru': 'Lima',
   'Cuba': 'Havana',
 }
-LIMITS = ('--max_length=512', '--step_tokens=512', '--max_tenants=2', '--max_rank=8')
+LIMITS = ('--max_length=512', '--step_tokens=512', '--max_tenants=4', '--max_rank=8')
 LIMITS = (*LIMITS, '--max_samplers=2', '--max_num_seqs=32')
 # As the loop for RL asks.
 SUFFIX = ' Provide a numerical answer without units, written inside \\boxed{}.'

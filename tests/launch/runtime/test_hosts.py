@@ -7,7 +7,7 @@ import tempfile
 
 import pytest
 
-from tests import hosts
+from tests import hosts, postgres
 from tests.launch import host_parts, host_runs, runs
 
 pytestmark = [
@@ -106,6 +106,35 @@ def test_gateway_judge_view_and_weights_in_a_folder_work_across_hosts(cluster):
   assert all(row['reward/judge'] == 0.5 for row in rows)
   assert set(notes.read_text().split()) == {made[0].address}
   assert 'parts' in made[2].run(sys.executable, '-c', VIEWED, str(shared))
+
+
+@pytest.mark.skipif(
+  bool(reason := postgres.unsupported_reason()), reason=f'no server: {reason}'
+)
+def test_an_explorer_and_a_trainer_on_two_hosts_share_a_store(cluster):
+  """A server of a third host keeps the groups."""
+  made, shared = cluster
+  listening = postgres.server(
+    5432, made[2].address, lambda argv: made[2].command(*argv)
+  )
+  with listening as create:
+    address = create('shared')
+    explore = runs.argv(
+      shared / 'explorer',
+      f'--config.trajectory_dump.path=experience+{address}',
+      *('--config.dataset.limit=4', '--group_size=4'),
+      config=runs.VARIED,
+    )
+    made[0].run(sys.executable, '-m', 'launch.rollout', *explore, timeout=200)
+    train = runs.argv(
+      shared / 'trainer',
+      *('--config.eval.interval=0', '--config.sft.num_steps=0'),
+      *('--config.algorithm.group_size=4', '--config.num_steps=2'),
+      f"--config.dataset.experience_store=store(url='{address}', wait=5.0)",
+      config=runs.VARIED,
+    )
+    made[1].run(sys.executable, '-m', 'launch.train', *train, timeout=200)
+  assert [row['step'] for row in runs.rows(shared / 'trainer')] == [0, 1]
 
 
 @pytest.mark.parametrize(
