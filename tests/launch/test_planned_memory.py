@@ -311,6 +311,26 @@ def test_data_may_be_the_teacher():
   assert resident(run)['teachers'] == 0
 
 
+@pytest.mark.parametrize('params, copies', [('live', 0), ('initial', 1), ('ema', 1)])
+def test_a_policy_that_teaches_itself_may_be_kept_twice(params, copies):
+  words = (
+    '--config=configs/debug.py:sdpo',
+    *(*SMALL[1:], f'--config.algorithm.teacher_params={params}'),
+    '--config.algorithm.top_k=8',
+  )
+  run = planned_run.read_run(
+    resolve_settings(command_line.load(command_line.parse(words)))
+  )
+  kept = resident(run)
+  assert kept['reference'] == copies * kept['parameters'] > -1
+  learner = learner_of(run)
+  shape, traced = learner.trace(16)
+  assert any(
+    name.startswith('teacher') for name in learner.teachers.trace(shape.rows, 16)
+  )
+  assert traced
+
+
 PACKED = 'first_fit(tokens=512, share_prefix=False)'
 
 
