@@ -340,6 +340,13 @@ def test_the_command_line(tmp_path, capsys):
     (['--topology=cpu:1', '--config.rollout.engine=jax(exacct=True)'], "'exact'"),
     (['--topology=cpu:1', '--config.cluster.placement=nonsense'], 'colocated'),
     (
+      [
+        '--topology=cpu:1',
+        '--config.batch.packing=first_fit(share_tree=True, share_prefix=False)',
+      ],
+      'leave out share_prefix=False',
+    ),
+    (
       ['--topology=cpu:3', '--sweep=mesh', '--config.mesh.context=2'],
       'does not divide',
     ),
