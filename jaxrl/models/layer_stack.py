@@ -213,6 +213,11 @@ def _modules(part: Params) -> list[Params]:
   return [one for one in part.values() if isinstance(one, dict)]
 
 
+def _has_codes(tree: Params) -> bool:
+  """Returns whether some matrix is kept in 8 bits."""
+  return 'codes' in tree or any(_has_codes(one) for one in _modules(tree))
+
+
 def block(config: ModelConfig, weights: Params) -> layers.Block:
   """Returns one layer's module with its parameters.
 
@@ -225,6 +230,11 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
   if isinstance(weights, dict):
     weights = dict(weights)
     row_adapters = weights.pop('row_adapters', None)
+    if _has_codes(weights):
+      from jaxrl.models.decoding import eight_bit_weights  # few engines have them
+
+      shapes = nnx.to_pure_dict(_definition(_layer, config)[1])
+      weights = eight_bit_weights.decode(weights, shapes)
     parts = [weights.get(name, {}) for name in ('attention', 'mlp')]
     if any(name in part for part in parts for name in ('qkv', 'gate_up')):
       from jaxrl.models.decoding import joined_products  # engines on GPUs have them
@@ -369,6 +379,7 @@ def run_layers(
   unroll: int = 1,
   each: Any = None,
   after: Callable[[int, Any], Any] = lambda i, y: y,
+  rounding: Any = None,
 ) -> tuple[jax.Array, Any]:
   """Runs `body(block, x, inputs) -> (x, y)` over the layers.
 
@@ -382,6 +393,7 @@ def run_layers(
     each: A tree of arrays `[L, …]`, of which each layer gets its own.
     after: `(layer's number, y) -> y`, run after a layer whose kind does not recur. It
       may keep what later layers read.
+    rounding: The `BlockFormat` that matrices are rounded to, if any.
 
   Returns:
     x, and the ys: stacked, or, where layers are of several kinds, as tuples.
@@ -391,6 +403,10 @@ def run_layers(
   def step_of(layer, *, scanned):
     def step(x, layer_slice):
       weights, inputs = layer_slice
+      if rounding is not None:
+        from jaxrl.models.decoding import eight_bit_weights  # few learners round
+
+        weights = eight_bit_weights.rounded(weights, rounding)
       return body(block(layer, weights), x, inputs)
 
     if policy is None:

@@ -50,6 +50,7 @@ class TransformerLM:
     router_replay: Whether the cache also records each token's experts, for the learner.
     row_segments: The most segments of a row, see `attention`; 0 for not known.
     weights_dtype: Of matrices that `decoding.output_major` has arranged; '' for others.
+    rounding: The `BlockFormat` to which `policy_outputs` rounds matrices, if any.
   """
 
   config: ModelConfig
@@ -66,6 +67,7 @@ class TransformerLM:
   router_replay: bool = False
   row_segments: int = 0
   weights_dtype: str = ''
+  rounding: Any = None
 
   def __post_init__(self) -> None:
     check_kernels_option(self.kernels)
@@ -249,7 +251,7 @@ class TransformerLM:
     each = routed_experts, ends.per_layer_inputs(tokens, x)
     each = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), each)
     each = *each, None if images is None else jnp.arange(self.config.num_layers)
-    options = self.remat, self.scan_unroll, each, shared.after
+    options = self.remat, self.scan_unroll, each, shared.after, self.rounding
     x, (kept, _) = layer_stack.run_layers(self.config, params, x, body, *options)
     return ends.norm(x), kept
 

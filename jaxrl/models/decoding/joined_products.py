@@ -18,7 +18,9 @@ from jaxrl.types import Params
 
 # Where in a layer's parameters they lie: the module, what is joined, and its new name.
 JOINED = (('attention', ('q', 'k', 'v'), 'qkv'), ('mlp', ('gate', 'up'), 'gate_up'))
-PLAIN = {'kernel', 'bias'}  # what a matrix without adapters has
+# What a matrix without adapters has, as a float or in 8 bits.
+EIGHT_BITS = {'codes', 'scales'}
+PLAIN = {'kernel'}, {'kernel', 'bias'}, EIGHT_BITS, EIGHT_BITS | {'bias'}
 
 
 def join(params: Params) -> Params:
@@ -40,10 +42,7 @@ def _join_layer(weights: Params) -> Params:
     kinds = {frozenset(matrix) for matrix in matrices}
     if len(matrices) != len(names) or len(kinds) > 1 or not kinds <= _plain_kinds():
       continue
-    width = len(matrices[0]['kernel'])
-    one = {'kernel': [x['kernel'].reshape(width, -1) for x in matrices]}
-    if 'bias' in matrices[0]:
-      one['bias'] = [x['bias'].reshape(-1) for x in matrices]
+    one = {name: [_flat(name, x[name]) for x in matrices] for name in matrices[0]}
     rest = {name: x for name, x in parts.items() if name not in names}
     rest[joined] = {name: jnp.concatenate(x, axis=-1) for name, x in one.items()}
     weights = weights | {module: rest}
@@ -51,7 +50,12 @@ def _join_layer(weights: Params) -> Params:
 
 
 def _plain_kinds() -> set[frozenset[str]]:
-  return {frozenset({'kernel'}), frozenset(PLAIN)}
+  return set(map(frozenset, PLAIN))
+
+
+def _flat(name: str, x: jax.Array) -> jax.Array:
+  """Joins the output axes of a bias `[*outputs]`, or of `[rows, *outputs]`."""
+  return x.reshape(-1) if name == 'bias' else x.reshape(len(x), -1)
 
 
 def part(config: ModelConfig, weights: Params) -> tuple[Params, dict[str, Any]]:
