@@ -36,6 +36,7 @@ if TYPE_CHECKING:
   from jaxrl.training.checkpointing import Checkpointer
   from jaxrl.training.self_teacher_scoring import SelfTeacherScorer
   from jaxrl.training.teacher_scoring import Teachers
+  from kernels.block_rounding import BlockFormat
 
 log = logging.getLogger(__name__)
 Metrics = dict[str, float]
@@ -61,6 +62,7 @@ class Learner:
     temperature: The temperature that rollouts are sampled at.
     seed: Seed of the order of minibatches and of stochastic rounding.
     staleness_limit: What happens to tokens that were sampled by old weights.
+    weights_format: How engines keep matrices in 8 bits, if they do.
 
   Attributes:
     mesh: The devices.
@@ -88,6 +90,7 @@ class Learner:
     temperature: float = 1.0,
     seed: int = 0,
     staleness_limit: StalenessLimit | None = None,
+    weights_format: 'BlockFormat | None' = None,
   ):
     _check_positive(num_micro_batches=options.num_micro_batches)
     packing = options.packing_plan
@@ -101,6 +104,8 @@ class Learner:
     self._device_thread = device_thread or DeviceThread('learner')
     self._monitor = UpdateMonitor(options.logprob_mismatch_warn)
     self._staleness_limit = staleness_limit
+    if options.engine_rounding:
+      model = train_state.with_rounding(model, weights_format)
     model = on_mesh(model, self.mesh)
     static_algorithm, self._component_hparams = requirements.split_hparams(algorithm)
     self._spec = StepSpec(
@@ -133,7 +138,7 @@ class Learner:
       self._spec, self.mesh, *batch_sizes, temperature
     )
     train_state.check_params(self._spec, self.mesh, params)
-    self._inference_params = InferenceParams(self._spec, self.mesh)
+    self._inference_params = InferenceParams(self._spec, self.mesh, weights_format)
     self._state = train_state.init_train_state(self._spec, self.mesh, params)
     self._advantages: jax.Array | None = None
     self._old_logprobs: jax.Array | None = None
@@ -154,7 +159,8 @@ class Learner:
 
   async def inference_params(self) -> Params:
     """Returns what inference engines are given; see `InferenceParams`."""
-    if self._spec.model.config.lora is None:
+    served = self._inference_params
+    if self._spec.model.config.lora is None and served.weights_format is None:
       return self.params
     return await self._device_thread.run(
       lambda: self._inference_params.build(self._params_on_device())

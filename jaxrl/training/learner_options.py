@@ -1,4 +1,4 @@
-"""Learner options say how a learner divides a batch, and what it reports."""
+"""Learner options say how a learner divides a batch, what it computes and reports."""
 
 import dataclasses
 import functools
@@ -10,7 +10,7 @@ from jaxrl.training.batching.packing_plan import Packing, make_packing
 
 @dataclasses.dataclass(frozen=True)
 class LearnerOptions(Options):
-  """How a learner divides a batch, and what it reports."""
+  """How a learner divides a batch, what it computes and reports."""
 
   num_minibatches: int = option(1, 'Optimizer updates in one pass over a batch.', low=1)
   num_micro_batches: int = option(
@@ -33,6 +33,12 @@ class LearnerOptions(Options):
     0.1,
     'Mean |Δlog-prob| between rollout and learner above which it warns.',
     low=0,
+  )
+  engine_rounding: bool = option(
+    False,
+    "Whether the learner's forward pass rounds matrices to the 8 bits that the engine "
+    'has them in, as with rollout.engine=\'jax(weights_dtype="int8")\'; gradients pass '
+    'as if it did not.',
   )
 
   @functools.cached_property

@@ -8,7 +8,7 @@ on a mesh, create the first state, and convert parameters for inference.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,9 @@ from jaxrl.training import batch_fields, optimizers
 from jaxrl.training.optimizers import ADAMW_STATE, OptimizerStateSpec
 from jaxrl.training.parallelism import model_sharding, sharding
 from jaxrl.types import Algorithm, Params
+
+if TYPE_CHECKING:
+  from kernels.block_rounding import BlockFormat
 
 # Components that are called in each update; the others run once per batch.
 UPDATE_COMPONENTS = (
@@ -288,10 +291,12 @@ class InferenceParams:
   Attributes:
     spec: The learner's spec.
     mesh: The learner's mesh.
+    weights_format: How engines keep matrices in 8 bits, if they do.
   """
 
   spec: StepSpec
   mesh: Mesh
+  weights_format: 'BlockFormat | None' = None
 
   def build(self, params: Params) -> Params:
     """Returns what inference engines are given for `params`.
@@ -302,13 +307,18 @@ class InferenceParams:
     Returns:
       `params` themselves without LoRA. With it, a copy of the model into which the
       adapters are merged, or base model, adapters and their scale if engines merge.
+      Matrices are in 8 bits if the engines keep them so, except where engines merge.
     """
     config = self.spec.model.config
-    if config.lora is None:
+    if config.lora is not None:
+      if config.lora.transfer == 'adapters':
+        return lora.make_transfer(config, params)
+      params = self.merge(params)
+    if self.weights_format is None:
       return params
-    if config.lora.transfer == 'adapters':
-      return lora.make_transfer(config, params)
-    return self.merge(params)
+    from jaxrl.models.decoding import eight_bit_weights  # few engines have them
+
+    return eight_bit_weights.to_send(params, self.weights_format)
 
   @functools.cached_property
   def merge(self) -> Callable[[Params], Params]:
@@ -317,3 +327,22 @@ class InferenceParams:
     merged_shapes = lora.without(params_shapes(self.spec, self.mesh))
     merge = functools.partial(lora.merged, config, dtype=dtype)
     return jax.jit(merge, out_shardings=shardings_of(merged_shapes))
+
+
+def with_rounding(
+  model: TransformerLM, weights_format: 'BlockFormat | None'
+) -> TransformerLM:
+  """Returns the model whose forward pass rounds matrices as engines do.
+
+  Args:
+    model: The model.
+    weights_format: How engines keep matrices in 8 bits.
+
+  Raises:
+    ValueError: Engines do not, or round what the learner has not: merged adapters.
+  """
+  if weights_format is None:
+    raise ValueError('engine_rounding=True needs the weights_format of 8-bit engines')
+  if model.config.lora is not None or model.exact is not None:
+    raise ValueError('engine_rounding=True excludes adapters and exact mode')
+  return dataclasses.replace(model, rounding=weights_format)

@@ -383,7 +383,8 @@ def micro_batch_grad_fn(
     parameters and sums of metrics.
   """
   config = spec.model.config
-  if spec.is_split:  # once, and not in each micro-batch, forward and backward
+  # Once, and not in each micro-batch, forward and backward. Rounding needs all bits.
+  if spec.is_split and getattr(spec.model, 'rounding', None) is None:
     params = layer_stack.cast_kernels(params, getattr(spec.model, 'dtype', 'float32'))
   trained = lora.trainable_params(config, params)
 

@@ -272,6 +272,7 @@ class LocalLearnerFactory:
       temperature=rollout.temperature,
       seed=fold_seed(settings.seed, 'learner'),
       staleness_limit=rollout.staleness_limit if main else None,
+      weights_format=settings.engine.weights_format,
       options=batch,
     )
 

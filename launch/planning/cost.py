@@ -224,6 +224,7 @@ def engine_memory(
     Bytes of each of the engine's devices, by part.
   """
   params = planned_run.served_params(run, engine.weights_dtype)
+  params = planned_run.encoded_shapes(params, engine.weights_format)
   model = dataclasses.replace(
     engine_decode.engine_model(run, engine), platform=platform
   )
@@ -383,6 +384,8 @@ def estimate_publish(
   if adapters and adapters.transfer == 'adapters' and transport.name != 'inprocess':
     params = run.policy(run.trained_shape).params
     shapes, prefix = lora.trainable_params(run.trained_shape, params), 'adapters in '
+  else:
+    shapes = planned_run.encoded_shapes(shapes, engine.weights_format)
   if transport.name == 'inprocess':  # read, and written
     rate = chip.memory_rate / 2
   elif transport.direct:

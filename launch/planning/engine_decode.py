@@ -23,9 +23,10 @@ from jaxrl.rollout.engine import model_runner
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
+from kernels.block_rounding import BlockFormat
 from launch.planning import compiled_program
 from launch.planning.compiled_program import CompiledProgram
-from launch.planning.planned_run import PlannedRun, served_params
+from launch.planning.planned_run import PlannedRun, encoded_shapes, served_params
 from launch.planning.targets import Target
 from launch.planning.traffic import Collective
 
@@ -42,6 +43,7 @@ class PlannedEngine:
     max_num_seqs: Sequences that it decodes at the same time.
     max_length: Tokens of prompt and response.
     weights_dtype: Dtype of its weights; None leaves each as it is published.
+    weights_format: How it keeps matrices in 8 bits; None for more bits.
     dtype: Dtype of products and cache.
     own_process: Whether it runs in a process of its own, not in the learner's.
     buckets: Prompt lengths that `JaxEngine` compiles for.
@@ -55,6 +57,7 @@ class PlannedEngine:
   dtype: str
   own_process: bool
   buckets: tuple[int, ...] = ()
+  weights_format: BlockFormat | None = None
 
 
 def plan_engine(run: PlannedRun) -> PlannedEngine:
@@ -64,7 +67,9 @@ def plan_engine(run: PlannedRun) -> PlannedEngine:
   length = options.get('max_length', settings.batch.max_length)
   dtype = settings.model.dtype
   weights_dtype = settings.transport.options.get('dtype')
-  weights_dtype = options.get('weights_dtype') or weights_dtype
+  weights_format = settings.engine.weights_format
+  if weights_format is None:
+    weights_dtype = options.get('weights_dtype') or weights_dtype
   devices = 1
   if kind == 'vllm':
     dtype = options.get('dtype', dtype)
@@ -73,7 +78,15 @@ def plan_engine(run: PlannedRun) -> PlannedEngine:
   own_process = settings.cluster.ray
   buckets = tuple(options.get('prompt_buckets') or model_runner.default_buckets(length))
   return PlannedEngine(
-    kind, devices, slots, length, weights_dtype, dtype, own_process, buckets
+    kind,
+    devices,
+    slots,
+    length,
+    weights_dtype,
+    dtype,
+    own_process,
+    buckets,
+    weights_format,
   )
 
 
@@ -228,13 +241,18 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
   model = on_mesh(engine_model(run, engine), mesh)
   shape = model.config
   params = served_params(dataclasses.replace(run, shape=shape), engine.weights_dtype)
+  replicated = sharding.replicated(mesh)
   layouts = sharding.params_sharding(mesh, model.logical_axes(), params)
   stacks = jax.tree.map(
     lambda s: NamedSharding(mesh, P(*s.spec[1:])), layouts['layers']
   )
   per_layer = (stacks[name] if name else stacks for name in layer_stack.stacks(shape))
   layouts |= {'layers': tuple(per_layer)}
-  params = _with_layouts(jax.eval_shape(model.unstack, params), layouts)
+  params = jax.eval_shape(model.unstack, params)
+  if engine.weights_format is not None:  # one device, as `JaxEngine` has it
+    params = encoded_shapes(params, engine.weights_format)
+    layouts = jax.tree.map(lambda _: replicated, params)
+  params = _with_layouts(params, layouts)
   cache = jax.eval_shape(
     lambda: model.init_cache(engine.max_num_seqs, engine.max_length)
   )
@@ -243,7 +261,6 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
     names = caches.axes(cache, name)
     heads = NamedSharding(mesh, P(*(split if n == 'kv_heads' else None for n in names)))
     cache[name] = _with_layouts(rows, jax.tree.map(lambda _, s=heads: s, rows))
-  replicated = sharding.replicated(mesh)
   slots = jax.ShapeDtypeStruct((engine.max_num_seqs,), jnp.int32, sharding=replicated)
   limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
   step = jax.jit(model.decode, donate_argnums=1)

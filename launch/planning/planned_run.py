@@ -22,6 +22,7 @@ from jaxrl.options import ConfigError, error_prefix
 from jaxrl.training import batch_fields
 from jaxrl.training.learner import Learner
 from jaxrl.types import Algorithm, Params
+from kernels.block_rounding import BlockFormat
 from launch.learner import learner_factory, teacher_set
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec, make_run_mesh
 from launch.planning import device_budget
@@ -160,6 +161,20 @@ def served_params(run: PlannedRun, dtype: str | None) -> Params:
   model = policy.model
   merge = functools.partial(lora.merged, model.config, dtype=model.dtype)
   return cast_shapes(jax.eval_shape(merge, policy.params), dtype)
+
+
+def encoded_shapes(shapes: Params, form: BlockFormat | None) -> Params:
+  """Returns the shapes of parameters whose matrices are in 8 bits.
+
+  Args:
+    shapes: Shapes of parameters without adapters.
+    form: The format; None changes nothing.
+  """
+  if form is None:
+    return shapes
+  from jaxrl.models.decoding import eight_bit_weights  # few engines have them
+
+  return jax.eval_shape(lambda params: eight_bit_weights.encode(params, form), shapes)
 
 
 def cast_shapes(shapes: Params, dtype: str | None) -> Params:

@@ -7,10 +7,12 @@ from typing import Any
 import jax
 
 from jaxrl.models import hf_names, lora
+from jaxrl.models.decoding import eight_bit_weights
 from jaxrl.rollout.weights.direct_transfer import TransferOptions
 from jaxrl.rollout.weights.snapshots import is_compared_on_device
 from jaxrl.training.learner import Learner
 from jaxrl.types import Params
+from kernels.block_rounding import BlockFormat
 from launch.planning import planned_run
 from launch.planning.compiled_program import CompiledProgram, bytes_per_device
 from launch.planning.planned_run import PlannedRun
@@ -47,7 +49,7 @@ def pending_memory(run: PlannedRun, learner: Learner) -> dict[str, float]:
     Bytes of each device, by part.
   """
   style, transport = run.settings.weight_sync.sync_policy, run.settings.transport
-  published, memory = _published_shapes(learner), {}
+  published, memory = _published_shapes(run, learner), {}
   if count := PENDING_COPIES[style.wait_for]:
     memory['versions on their way'] = count * bytes_per_device(published)
   if transport.options.get('on_device'):
@@ -73,14 +75,51 @@ def publishing_memory(
     Bytes of the fullest device, by part.
   """
   memory = {'gradients': 0.0, 'temporaries': _copied_bytes(run, learner)}
+  form = _sent_format(run, learner)
+  if form is not None:
+    rounded = eight_bit_weights.parts(_encoded(_merged_shapes(learner), form))
+    memory = {'rounded weights': bytes_per_device(rounded), **memory}
   if merge is None:
     return memory
   memory['temporaries'] = max(memory['temporaries'], merge.temporaries)
-  return {'merged weights': bytes_per_device(_published_shapes(learner)), **memory}
+  return {'merged weights': bytes_per_device(_merged_shapes(learner)), **memory}
 
 
-def _published_shapes(learner: Learner) -> Params:
+def _sent_format(run: PlannedRun, learner: Learner) -> BlockFormat | None:
+  """Returns the format of 8-bit weights that the learner sends; None for others."""
+  adapters = learner.model.config.lora
+  if adapters is not None and adapters.transfer == 'adapters':
+    return None
+  return run.settings.engine.weights_format
+
+
+def _published_shapes(run: PlannedRun, learner: Learner) -> Params:
   """Returns the shapes of the published weights, sharded as on the learner."""
+  form, shapes = _sent_format(run, learner), _merged_shapes(learner)
+  return shapes if form is None else _encoded(shapes, form)
+
+
+def _encoded(shapes: Params, form: BlockFormat) -> Params:
+  """Returns shapes with codes and scales, for which XLA chooses a sharding.
+
+  Codes take the kernel's here, and scales are whole on each device: at least as large.
+  """
+  encoded = planned_run.encoded_shapes(shapes, form)
+
+  def shard(x: Any, known: Any) -> Any:
+    if not isinstance(x, dict):
+      return known
+    if eight_bit_weights.CODES not in x:
+      return {name: shard(value, known[name]) for name, value in x.items()}
+    kernel = known['kernel']
+    codes = jax.ShapeDtypeStruct(kernel.shape, 'int8', sharding=kernel.sharding)
+    return x | {eight_bit_weights.CODES: codes}
+
+  return shard(encoded, shapes)
+
+
+def _merged_shapes(learner: Learner) -> Params:
+  """Returns the shapes of the weights before rounding, sharded as on the learner."""
   config, params = learner.model.config, learner.params
   if config.lora and config.lora.transfer == 'adapters':
     return params
@@ -102,10 +141,12 @@ def _copied_bytes(run: PlannedRun, learner: Learner) -> float:
   """Returns the bytes that a transport copies on a device before it sends anything."""
   transport = run.settings.transport
   dtype = transport.options.get('dtype')
-  published = planned_run.cast_shapes(_published_shapes(learner), dtype)
+  published = planned_run.cast_shapes(_published_shapes(run, learner), dtype)
   if transport.name == 'inprocess':
     # A copy, and what the engine makes of it, beside what it serves yet.
-    return 2 * bytes_per_device(planned_run.served_params(run, dtype))
+    served = planned_run.served_params(run, dtype)
+    form = run.settings.engine.weights_format
+    return 2 * bytes_per_device(planned_run.encoded_shapes(served, form))
   if transport.direct:
     width = jax.numpy.dtype(dtype or 'float32').itemsize
     largest = max(

@@ -10,10 +10,10 @@ from typing import Any
 from jaxrl.component_calls import ComponentCall
 from jaxrl.models.exact_mode import Exact, check_supported
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, defaults
 from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.engine_base import EngineTraits
-from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.engine.jax_engine import JaxEngine, make_weights_format
 from jaxrl.rollout.engine.threaded_decode import decode_threads_error
 from jaxrl.run_options import RunOptions
 from launch.settings.run_settings import EngineSettings, RunSettings
@@ -62,6 +62,17 @@ def make_engine_settings(options: RunOptions) -> EngineSettings:
   if is_jax:
     _check_jax(own_options, where, max_num_seqs=max_num_seqs, dtype=dtype)
   exact = is_jax and own_options.get('exact')
+  weights_format = None
+  if is_jax:
+    block = defaults(JaxEngine)['weights_block']
+    weights_format = make_weights_format(
+      own_options.get('weights_dtype', ''), own_options.get('weights_block', block)
+    )
+    if 'weights_block' in own_options and weights_format is None:
+      raise ConfigError(
+        f'{where}: weights_block={own_options["weights_block"]} is only for 8-bit '
+        "weights: set weights_dtype='int8' too, or leave weights_block out"
+      )
   return EngineSettings(
     kind=kind,
     own_options=own_options,
@@ -69,6 +80,7 @@ def make_engine_settings(options: RunOptions) -> EngineSettings:
     exact=Exact.for_slots(max_num_seqs) if exact else None,
     router_replay=is_jax and bool(own_options.get('router_replay')),
     traits=getattr(engine_class, 'traits', EngineTraits()),
+    weights_format=weights_format,
   )
 
 

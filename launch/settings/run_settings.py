@@ -7,7 +7,7 @@ has to be parsed.
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
@@ -21,6 +21,9 @@ from jaxrl.options import error_prefix
 from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.run_options import EvalSetOptions, RunOptions, TagDatasetOptions
 from jaxrl.types import Algorithm
+
+if TYPE_CHECKING:
+  from kernels.block_rounding import BlockFormat
 
 TEACHER_CHECKPOINT = '--config.teacher.checkpoint'
 
@@ -51,6 +54,7 @@ class EngineSettings:
       bit; None where that is not asked for.
     router_replay: The learner routes tokens to the experts that the engine chose.
     traits: What the run must know about the engine's class.
+    weights_format: How the engine keeps matrices in 8 bits; None for more bits.
   """
 
   kind: str
@@ -59,6 +63,7 @@ class EngineSettings:
   exact: Exact | None
   router_replay: bool
   traits: EngineTraits
+  weights_format: 'BlockFormat | None' = None
 
   @property
   def num_devices(self) -> int:

@@ -137,8 +137,27 @@ def _validate_learner_components(settings: RunSettings) -> None:
     raise ConfigError(f'--config.optimizer: {error}') from error
 
 
+def _validate_engine_rounding(settings: RunSettings) -> None:
+  if not settings.batch.engine_rounding:
+    return
+  where = '--config.batch.engine_rounding=true'
+  if settings.engine.weights_format is None:
+    raise ConfigError(
+      f'{where}: the engine --config.rollout.engine={settings.text("rollout.engine")} '
+      "has no 8-bit weights: set jax(weights_dtype='int8'), or leave engine_rounding "
+      'out'
+    )
+  if settings.model.adapters:
+    raise ConfigError(
+      f'{where}: the engine rounds weights with adapters merged into them, which the '
+      f'learner keeps apart (--config.model.lora={settings.text("model.lora")}): leave '
+      'one of the two out'
+    )
+
+
 def _validate_batch(settings: RunSettings) -> None:
   batch, exact = settings.batch, settings.engine.exact
+  _validate_engine_rounding(settings)
   if settings.model.adapters and exact:
     raise ConfigError(
       f'--config.model.lora={settings.text("model.lora")}: adapters and exact '

@@ -125,7 +125,7 @@ def test_the_learner_rounds_and_its_gradient_passes(changes, remat):
 
 
 def test_bytes_are_a_quarter_and_the_scales():
-  model, params = small.model_and_params(hidden_size=32)
+  _, params = small.model_and_params(hidden_size=32)
   encoded = eight_bit_weights.to_send(params, BlockFormat('int8', 16))
   matrices = [
     x
@@ -134,5 +134,7 @@ def test_bytes_are_a_quarter_and_the_scales():
   ]
   elements = sum(x.size for x in matrices)
   blocks = 3 * (32 // 16 * (64 + 32 + 32 + 40 + 40) + (64 // 16 + 3) * 32)
-  assert sum(x.nbytes for x in eight_bit_weights.parts(encoded)) == elements + 2 * blocks
+  assert (
+    sum(x.nbytes for x in eight_bit_weights.parts(encoded)) == elements + 2 * blocks
+  )
   assert jax.tree.leaves(encoded)[0].dtype == jnp.float32

@@ -12,6 +12,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import model_runner, token_sampling
+from kernels.block_rounding import BlockFormat
 from launch.planning.targets import target_devices
 from tests.targets import TARGETS
 
@@ -28,7 +29,7 @@ def config(layers, **changes):
   return ModelConfig(num_layers=layers, family='qwen3', **sizes | changes)
 
 
-def program(shape, needs, dtype='bfloat16'):
+def program(shape, needs, dtype='bfloat16', form=None):
   """The text of a decode program compiled for H200."""
   devices = target_devices('h200:1')
   here = NamedSharding(Mesh(np.array(devices), ('one',)), P())
@@ -42,6 +43,7 @@ def program(shape, needs, dtype='bfloat16'):
     prefill_tokens=64,
     max_stop_ids=8,
     sharding=here,
+    weights_format=form,
   )
 
   def weights():
@@ -114,3 +116,16 @@ def test_each_weight_is_read_once():
   joined = ['bf16[1024,4096]', 'bf16[1024,6144]']  # q, k and v; gate and up
   assert all(entry.count(shape) == 1 for shape in joined)
   assert not any(shape in entry for shape in ('bf16[1024,16,128]', 'bf16[1024,3072]'))
+
+
+@pytest.mark.parametrize('dtype, name', [('int8', 's8'), ('float8_e4m3fn', 'f8e4m3fn')])
+def test_weights_of_8_bits_are_arguments(dtype, name):
+  """Matrices, joined as others are, take a byte for each element and their scales."""
+  text = program(config(1), token_sampling.PLAIN, form=BlockFormat(dtype, 128))
+  assert_that_nothing_waits(text)
+  entry = text[text.index('ENTRY') :].splitlines()[0]
+  sizes = [(1024, 4096), (2048, 1024), (1024, 6144), (3072, 1024)]
+  for rows, outputs in sizes:
+    assert f'{name}[{rows},{outputs}]' in entry
+    assert f'bf16[{rows // 128},{outputs}]' in entry
+    assert f'bf16[{rows},{outputs}]' not in entry

@@ -18,7 +18,7 @@ import asyncio
 import dataclasses
 import time
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import jax
 import numpy as np
@@ -41,6 +41,9 @@ from jaxrl.rollout.engine.model_runner import default_buckets, slot_update
 from jaxrl.rollout.engine.scheduler import Scheduler, SchedulerOutput
 from jaxrl.rollout.engine.threaded_decode import make_model_runner
 from jaxrl.types import Params, SamplingParams
+
+if TYPE_CHECKING:
+  from kernels.block_rounding import BlockFormat
 
 
 @dataclasses.dataclass
@@ -72,6 +75,7 @@ class DecodeResult:
   decode_steps=AT_LEAST_ONE,
   prefill_tokens=AT_LEAST_ONE,
   max_stop_ids=AT_LEAST_ONE,
+  weights_block=AT_LEAST_ONE,
 )
 class JaxEngine(EngineBase):
   """Generates tokens for many requests at once.
@@ -103,7 +107,10 @@ class JaxEngine(EngineBase):
       take them too (https://arxiv.org/abs/2510.11370).
     weights_dtype: 'bfloat16' keeps the matrices of attention and MLPs, the embedding
       table and the LM head in it, on one CPU device: it reads half as much for a token
-      as float32, and rounds what is multiplied. '' is the model's type.
+      as float32, and rounds what is multiplied. 'int8' and 'float8_e4m3fn' keep the
+      matrices of attention, MLPs and experts in 8 bits, on any device, and decode them
+      in front of each product. '' is the model's type.
+    weights_block: Inputs that share the scale of 8-bit weights, at most.
     sharding: Where weights and cache lie; by default the first device.
 
   Raises:
@@ -128,7 +135,8 @@ class JaxEngine(EngineBase):
     max_stop_ids: int = 8,
     exact: bool = False,
     router_replay: bool = False,
-    weights_dtype: Literal['', 'bfloat16'] = '',
+    weights_dtype: Literal['', 'bfloat16', 'int8', 'float8_e4m3fn'] = '',
+    weights_block: int = 128,
     sharding: jax.sharding.Sharding | None = None,
   ):
     super().__init__(
@@ -142,7 +150,10 @@ class JaxEngine(EngineBase):
     if router_replay:
       model = dataclasses.replace(model, router_replay=True)
     fits = platform == 'cpu' and model.exact is None and sharding.num_devices == 1
-    if weights_dtype and not fits:
+    weights_format = make_weights_format(weights_dtype, weights_block)
+    if weights_format is not None and model.exact is not None:
+      raise ValueError(f'weights_dtype={weights_dtype!r} is not for exact mode')
+    if weights_dtype and weights_format is None and not fits:
       raise ValueError(
         f'weights_dtype={weights_dtype!r} is for one CPU device, and not for exact mode'
       )
@@ -158,6 +169,7 @@ class JaxEngine(EngineBase):
       prefill_tokens=prefill_tokens,
       max_stop_ids=max_stop_ids,
       sharding=sharding,
+      weights_format=weights_format,
     )
     if model.config.vision is not None:
       from jaxrl.models.vision.patch_processor import PatchProcessor  # few models do
@@ -448,3 +460,20 @@ def _to_host(array: Any) -> np.ndarray | None:
   """Copies `[D, S, …]` results to the host; slots may come in several arrays."""
   pieces = jax.tree.leaves(array)
   return np.concatenate(pieces, axis=1) if pieces else None
+
+
+def make_weights_format(weights_dtype: str, weights_block: int) -> 'BlockFormat | None':
+  """Returns the format of 8-bit weights.
+
+  Args:
+    weights_dtype: As for `JaxEngine`.
+    weights_block: As there.
+
+  Returns:
+    The format; None for weights of more bits.
+  """
+  if weights_dtype not in ('int8', 'float8_e4m3fn'):
+    return None
+  from kernels.block_rounding import BlockFormat  # few engines have 8-bit weights
+
+  return BlockFormat(weights_dtype, weights_block)

@@ -13,7 +13,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +29,9 @@ from jaxrl.rollout.engine.engine_base import EngineRequest
 from jaxrl.rollout.engine.scheduler import SchedulerOutput
 from jaxrl.types import Array, Params
 from kernels.dispatch import platform_of
+
+if TYPE_CHECKING:
+  from kernels.block_rounding import BlockFormat
 
 log = logging.getLogger(__name__)
 
@@ -168,6 +171,7 @@ class ModelRunner:
     prefill_tokens: int,
     max_stop_ids: int,
     sharding: jax.sharding.Sharding,
+    weights_format: 'BlockFormat | None' = None,
   ):
     """Creates the programs; they are compiled when they are first used.
 
@@ -182,6 +186,7 @@ class ModelRunner:
         prompt's cache depend on its own length alone.
       max_stop_ids: Most stop token ids of a request.
       sharding: Where weights and cache lie.
+      weights_format: How matrices are kept in 8 bits; None keeps their type.
 
     Raises:
       ValueError: If a bucket is longer than the context.
@@ -219,7 +224,7 @@ class ModelRunner:
     self._experts = jax.jit(partial(caches.experts_of))
     self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
     self._is_on_cpu = platform_of(model.platform) == 'cpu'
-    arrange = partial(_arrange, model, self._is_static)
+    arrange = partial(_arrange, model, self._is_static, weights_format)
     self._arrange = arrange if self._is_on_cpu else jax.jit(arrange)
     self._num_warm_programs: int | None = None  # None before the warm-up
     self._image_features: Any = None
@@ -470,12 +475,21 @@ def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
   return jax.tree.map(choose, slots, new_state)
 
 
-def _arrange(model: TransformerLM, joins: bool, params: Params) -> Params:
+def _arrange(
+  model: TransformerLM,
+  joins: bool,
+  weights_format: 'BlockFormat | None',
+  params: Params,
+) -> Params:
   """Lays parameters out as decode reads them fastest."""
   if platform_of(model.platform) == 'cpu':
     params = layer_stack.unstack_by_layer(model.config, params)
   else:
     params = model.unstack(params)
+  if weights_format is not None:
+    from jaxrl.models.decoding import eight_bit_weights  # few engines have them
+
+    params = eight_bit_weights.encode(params, weights_format)
   if model.weights_dtype:
     from jaxrl.models.decoding import output_major  # most engines need it not
 
