@@ -30,6 +30,7 @@ from jaxrl.options import (
 from jaxrl.rollout.env_manager import EpisodeOptions, SamplingOptions
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
 from jaxrl.rollout.queue.group_queue import QueueOptions
+from jaxrl.rollout.replay_env_manager import ReplayOptions
 from jaxrl.rollout.thread_pool import DEFAULT_NUM_THREADS
 from jaxrl.rollout.weights.weight_sync import SYNC_POLICIES, SyncPolicy
 from jaxrl.training.checkpointing import CheckpointOptions
@@ -354,7 +355,7 @@ class TagDatasetOptions(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvOptions(EpisodeOptions):
+class EnvOptions(EpisodeOptions, ReplayOptions):
   """One environment tag: what it plays, how, and which share of the groups."""
 
   env_type: str = option('', 'The environment: its short name or location.')
@@ -366,9 +367,7 @@ class EnvOptions(EpisodeOptions):
     low=0,
   )
   max_concurrency: int = option(
-    DEFAULT_NUM_THREADS,
-    'Environments that act at the same time in a worker.',
-    low=1,
+    DEFAULT_NUM_THREADS, 'Environments that act at the same time in a worker.', low=1
   )
   row_format: str = option(
     'auto',

@@ -10,6 +10,8 @@ for dumps).
 
 An environment class may define the following:
 - `uses_dataset = False`, if its tasks are defined by seeds alone.
+- `not_replayable = 'plays against people'`, if the same seed and replies need not lead
+  to the same state: why its episodes cannot be replayed.
 - `check(**options)`, which raises ConfigError for options that are wrong in ways that
   types do not show, before anything starts.
 - `columns = {'given': 'string'}`, which names and types the `columns` of its info so

@@ -293,14 +293,8 @@ class EnvManager:
     """
     cache = self._starting_cache = RolloutCache(lease, self._episode_seed(lease))
     try:
-      if self.context.dataset is not None:
-        number = lease.env_group + lease.episode_id
-        cache.task = await maybe_await(
-          self.context.dataset.get_task(cache.seed, number)
-        )
-        if cache.task is None:
-          return None
-        cache.keep_columns(self.options.task_keys)
+      if not await self._draw_task(cache):
+        return None
       prompt = await self._run_on_thread(
         self._start_env, cache, timeout=self._timeouts.reset
       )
@@ -314,6 +308,15 @@ class EnvManager:
     if len(prompt) >= self.max_length:
       cache.truncate('prompt_too_long', self._describe_long_prompt(cache, len(prompt)))
     return cache
+
+  async def _draw_task(self, cache: RolloutCache) -> bool:
+    """Gives the episode its row of the data set; returns False if none is left."""
+    if self.context.dataset is None:
+      return True
+    number = cache.lease.env_group + cache.lease.episode_id
+    cache.task = await maybe_await(self.context.dataset.get_task(cache.seed, number))
+    cache.keep_columns(self.options.task_keys)
+    return cache.task is not None
 
   def _describe_long_prompt(self, cache: RolloutCache, num_tokens: int) -> str:
     row = cache.task.index if cache.task is not None else None
@@ -423,7 +426,7 @@ class EnvManager:
     Returns:
       The rows, as the option `row_format` says.
     """
-    response_length = sum(turn.stop - turn.start for turn in cache.turns)
+    response_length = sum(turn.stop - turn.start for turn in cache.own_turns)
     cache.metrics.setdefault('turns', float(len(cache.turns)))
     cache.metrics.setdefault('response_length', float(response_length))
     return self._make_rows(cache, self.tag)
@@ -466,8 +469,9 @@ class EnvManager:
     if cache.task is not None:
       options['task'] = cache.task
     number = cache.lease.env_group + cache.lease.episode_id
-    with starting(StartingEpisode(cache.seed, number, self._is_trial)):
-      result = cache.env.reset(seed=cache.seed, options=options)
+    seed = cache.seed if cache.env_seed is None else cache.env_seed
+    with starting(StartingEpisode(seed, number, self._is_trial)):
+      result = cache.env.reset(seed=seed, options=options)
     observation, info = check_reset_result(cache.env, result)
     if observation is None:
       return None

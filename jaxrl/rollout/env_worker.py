@@ -16,6 +16,8 @@ def make_env_manager(
   env_id: int = 0,
   *,
   manager: Component | None = None,
+  num_seeds: int = 0,
+  replays: bool = False,
   **options: Any,
 ) -> Any:
   """Creates the manager for what is played: an environment or an agent.
@@ -25,11 +27,14 @@ def make_env_manager(
     group_id: The env group.
     env_id: The environment within the env group.
     manager: A user's own manager; None for ours.
+    num_seeds: As for `ReplayEnvManager`.
+    replays: As for `ReplayEnvManager`.
     **options: Options of `EnvManager`.
 
   Returns:
     The user's own manager if there is one; an `AgentEnvManager` if the context has an
-    endpoint; else an `EnvManager`.
+    endpoint; a `ReplayEnvManager` if tasks come again or episodes are replayed; else an
+    `EnvManager`.
 
   Raises:
     ValueError: If the user's own class cannot be used as a manager.
@@ -39,6 +44,13 @@ def make_env_manager(
     from jaxrl.rollout.custom_env_manager import make_custom_env_manager
 
     return make_custom_env_manager(manager, context, group_id, env_id, options)
+  if num_seeds or replays:
+    # Imported here because few runs come back to what they played.
+    from jaxrl.rollout.replay_env_manager import ReplayEnvManager
+
+    return ReplayEnvManager(
+      context, group_id, env_id, num_seeds=num_seeds, replays=replays, **options
+    )
   if context.endpoint is None:
     return EnvManager(context, group_id, env_id, **options)
   # Imported here because only agents need it.

@@ -62,9 +62,9 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
 
   reward/mean and the like are of rewards as the environment gave them, reward/shaped_…
   of rewards after shaping, if there is any. reward/greedy_mean is of greedy samples,
-  which count in nothing else. Metrics that environments report as reward/… or grader/…
-  (terms of a reward, failed graders) are averaged over the samples that have them.
-  rollout/truncated is the share of samples that were cut short.
+  which count in nothing else. Metrics that samples have as reward/…, grader/… or
+  prefix/… (terms of a reward, failed graders, replayed turns) are averaged over the
+  samples that have them. rollout/truncated is the share of samples that were cut short.
 
   Args:
     groups: The groups of a step; rows of experts are left out.
@@ -84,7 +84,7 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     truncated += map(is_truncated, sampled)
     for rows in sampled:
       for name, value in rows[-1].metrics.items():
-        if name.startswith(('reward/', 'grader/')):
+        if name.startswith(('reward/', 'grader/', 'prefix/')):
           reported.setdefault(name, []).append(value)
     if sampled:
       raw_scores.append([_raw_score(rows) for rows in sampled])

@@ -61,6 +61,9 @@ class DatasetRollout(RolloutScheduler):
     temperature = self._sets[tag].temperature
     return super()._manager_options(tag, temperature=temperature, **changes)
 
+  def _replay_options(self, tag: str) -> dict[str, Any]:
+    return {}  # each task is played once
+
   def _num_tasks(self, tag: str) -> int:
     """Returns the most tasks to play; 0 for all rows of the data set."""
     return max(self._sets[tag].num_tasks, 0)

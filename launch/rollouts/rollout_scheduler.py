@@ -308,7 +308,13 @@ class RolloutScheduler:
       from launch.rollouts import self_teachers  # few algorithms have one
 
       shaper = self_teachers.add_prompts(self._settings, self._policy.folder, shaper)
-    options = self._queue_options(tag)
+    options, prefixes = self._queue_options(tag), self._settings.env[tag].prefixes
+    if prefixes is not None:
+      # Imported here because few runs replay anything.
+      from jaxrl.rollout.queue.prefix_queue import PrefixGroupQueue
+
+      options['prefixes'] = prefixes
+      return self._runtime.spawn(PrefixGroupQueue, group_filter, shaper, **options)
     return self._runtime.spawn(GroupQueue, group_filter, shaper, **options)
 
   def _queue_options(self, tag: str) -> dict[str, Any]:
@@ -331,12 +337,18 @@ class RolloutScheduler:
     group_size = self._group_size + settings.rollout.extra_samples + self._greedy
     parts = partition_envs(self._num_parallel_groups(tag), group_size, num_workers)
     context = self._env_context(tag, env.env_config, queue, self.datasets[tag])
-    options = self._manager_options(tag)
+    options = self._manager_options(tag) | self._replay_options(tag)
     return [
       functools.partial(RolloutWorker, context, part, options, env.manager)
       for part in parts
       if part
     ]
+
+  def _replay_options(self, tag: str) -> dict[str, Any]:
+    """Returns a manager's options for tasks and episodes to which training returns."""
+    env = self._settings.env[tag]
+    chosen = {'num_seeds': env.num_seeds, 'replays': env.prefixes is not None}
+    return {name: value for name, value in chosen.items() if value}
 
   def _env_context(
     self, tag: str, env_config: Mapping[str, Any], queue: Any, dataset: Any

@@ -299,6 +299,13 @@ KINDS: tuple[ComponentKind, ...] = (
     _is_manager,
   ),
   ComponentKind(
+    'prefix_sampler',
+    ('env.*.prefixes',),
+    'chooses turns of earlier episodes that groups go on from',
+    _table('jaxrl.rollout.queue.prefix_samplers:PREFIX_SAMPLERS'),
+    _derives('jaxrl.rollout.queue.prefix_samplers:PrefixSampler'),
+  ),
+  ComponentKind(
     'grader',
     (
       'rollout.rewards',

@@ -10,7 +10,7 @@ from jaxrl.data import hub, samplers
 from jaxrl.data.curricula import CURRICULA, check_curriculum_class
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.rows.task_rows import USUAL_COLUMNS
-from jaxrl.envs.env_registry import env_factory, uses_dataset
+from jaxrl.envs.env_registry import env_factory, find_env, unwrapped, uses_dataset
 from jaxrl.functional import components
 from jaxrl.models import huggingface, remat
 from jaxrl.options import ConfigError, defaults, error_prefix, unknown_name_error
@@ -197,6 +197,7 @@ def _validate_rollouts(settings: RunSettings) -> None:
       env_factory(env.env_type, env.env_config)
     _validate_tag_dataset(settings, tag)
     _validate_formulation(settings, tag)
+    _validate_replay(settings, tag)
   for name in settings.active_evaluations:
     _validate_evaluation_end(settings, name)
   _validate_group_pipeline(settings)
@@ -251,6 +252,61 @@ def _validate_formulation(settings: RunSettings, tag: str) -> None:
       f'{where}: an exact engine needs each sequence in its own row: set '
       "'auto', or leave exact out of rollout.engine"
     )
+
+
+def _validate_replay(settings: RunSettings, tag: str) -> None:
+  """Tasks and episodes can come again where training plays them turn by turn."""
+  env = settings.env[tag]
+  for key in ('num_seeds', 'prefixes'):
+    value = getattr(env, key)
+    if not value:
+      continue
+    where = f'--config.env.{tag}.{key}={value}'
+    if not (settings.plays and env.weight) or settings.experience_store is not None:
+      raise ConfigError(f'{where}: has no effect here: training does not play this tag')
+    if env.manager is not None:
+      raise ConfigError(
+        f'{where}: env.{tag}.manager={env.manager} plays in its own way: leave one out'
+      )
+    inner = unwrapped(env.env_type, env.env_config)
+    if any(
+      getattr(e, 'played_by_agent', False) for e in (inner, find_env(env.env_type))
+    ):
+      raise ConfigError(
+        f'{where}: environment {env.env_type} is played by an agent of its own, whose '
+        'turns nobody else can replay'
+      )
+  from_rows = uses_dataset(env.env_type, env.env_config)
+  if env.num_seeds and from_rows:
+    raise ConfigError(
+      f'--config.env.{tag}.num_seeds={env.num_seeds}: has no effect here: environment '
+      f'{env.env_type} takes its tasks from rows, which come again; see dataset.limit'
+    )
+  if env.prefixes is not None:
+    _validate_prefixes(settings, tag, from_rows=from_rows)
+
+
+def _validate_prefixes(settings: RunSettings, tag: str, *, from_rows: bool) -> None:
+  """Prefixes need tasks that come again, several turns, and a game that can be led."""
+  env = settings.env[tag]
+  where = f'--config.env.{tag}.prefixes={env.prefixes}'
+  if not from_rows and not env.num_seeds:
+    raise ConfigError(
+      f'{where}: the tasks of environment {env.env_type} are seeds, none of which '
+      f'comes again: set --config.env.{tag}.num_seeds to how many there are to be'
+    )
+  if env.max_steps < 2:
+    raise ConfigError(
+      f'{where}: whole turns are replayed, and an episode has one: '
+      f'--config.env.{tag}.max_steps={env.max_steps}'
+    )
+  reason = getattr(unwrapped(env.env_type, env.env_config), 'not_replayable', '')
+  if reason:
+    raise ConfigError(f'{where}: environment {env.env_type} {reason}')
+  # Imported here because few runs replay anything.
+  from jaxrl.rollout.queue.prefix_samplers import PREFIX_SAMPLERS
+
+  PREFIX_SAMPLERS.build(env.prefixes, where=where)
 
 
 def _validate_group_pipeline(settings: RunSettings) -> None:

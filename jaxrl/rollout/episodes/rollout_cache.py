@@ -29,6 +29,7 @@ class Turn:
     reward: What the environment gave for the response.
     step_rewards: Rewards of steps that end before the response does, by the index of
       their last token in the episode.
+    replayed: Whether it is that of an earlier episode: context, and not trained on.
   """
 
   start: int
@@ -36,6 +37,7 @@ class Turn:
   state_hash: int
   reward: float = 0.0
   step_rewards: dict[int, float] = dataclasses.field(default_factory=dict)
+  replayed: bool = False
 
 
 @dataclasses.dataclass
@@ -45,6 +47,7 @@ class RolloutCache:
   Attributes:
     lease: Which sample of which group is played.
     seed: The episode seed.
+    env_seed: What the environment is reset with, where that is not the episode seed.
     task: The item of the data set; None for games, whose task is the seed.
     env: The environment that plays the episode.
     chat: The chat tokenizer, with the tools that the environment offers.
@@ -67,6 +70,7 @@ class RolloutCache:
 
   lease: EpisodeLease
   seed: int
+  env_seed: int | None = None
   task: Task | None = None
   env: Any = None
   chat: Any = None
@@ -90,6 +94,11 @@ class RolloutCache:
   def done(self) -> bool:
     """Returns whether the episode has ended."""
     return self.terminated or self.truncated
+
+  @property
+  def own_turns(self) -> list[Turn]:
+    """Returns the responses that were generated in this episode, not replayed."""
+    return [turn for turn in self.turns if not turn.replayed]
 
   @property
   def failed(self) -> bool:
@@ -135,6 +144,17 @@ class RolloutCache:
         self.extras.get(ROUTED_EXPERTS_KEY), completion.routed_experts
       )
     self.turns.append(Turn(start, len(self.tokens), self.state_hash))
+
+  def append_replayed(self, tokens: list[int]) -> None:
+    """Appends a response of an earlier episode as a turn of this one.
+
+    Args:
+      tokens: Its token ids. They are context, as observations are.
+    """
+    start = len(self.tokens)
+    self.append_observation(tokens)
+    turn = Turn(start, len(self.tokens), self.state_hash, replayed=True)
+    self.turns.append(turn)
 
   def check_rewards(self) -> None:
     """Makes the episode a failure if weights or sums made its rewards too large."""

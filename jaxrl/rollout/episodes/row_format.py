@@ -31,7 +31,7 @@ def trajectory_rows(
   Returns:
     One row.
   """
-  return [_make_row(cache, tag, cache.turns, len(cache.tokens), 0)]
+  return [_make_row(cache, tag, cache.own_turns, len(cache.tokens), 0)]
 
 
 def turn_rows(
@@ -51,6 +51,8 @@ def turn_rows(
   """
   rows = []
   for i, turn in enumerate(cache.turns):
+    if turn.replayed:
+      continue
     row = _make_row(cache, tag, [turn], turn.stop, i)
     row.extras['state_hash'] = turn.state_hash
     rows.append(row)

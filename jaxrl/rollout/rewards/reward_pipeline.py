@@ -194,7 +194,7 @@ class RewardPipeline:
       seed: Randomness of the episode's rewards.
       pool: Runs calls that may block.
     """
-    if cache.failed or not cache.turns:
+    if cache.failed or not cache.own_turns:
       return
     item = (cache.task.item if cache.task is not None else None) or {}
     item = {rule_graders.GENERATION_PROMPT: cache.generation_prompt, **item}
@@ -251,13 +251,14 @@ async def _score_steps(
     rewards by the index of a step's last token.
   """
   places = [i for i, m in enumerate(cache.messages) if m['role'] == 'assistant']
-  places = places[-len(cache.turns) :]  # a prompt may have replies as examples
-  if len(places) != len(cache.turns):
-    error = f'{len(cache.turns)} turns have {len(places)} replies: no steps to score'
+  turns = cache.own_turns
+  places = places[-len(turns) :]  # a prompt may have replies as examples
+  if len(places) != len(turns):
+    error = f'{len(turns)} turns have {len(places)} replies: no steps to score'
     return RewardOutput(None, error), {}
   ends: list[int] = []
   steps = []
-  for place, turn in zip(places, cache.turns, strict=True):
+  for place, turn in zip(places, turns, strict=True):
     text, last_tokens = split_steps(
       cache.chat, cache.tokens[turn.start : turn.stop], term.step_end
     )
