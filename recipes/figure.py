@@ -13,7 +13,7 @@ matplotlib.use('svg')
 import matplotlib.pyplot as plt
 import numpy as np
 
-from recipes.recipe import Panel, Recipe
+from recipes.recipe import TOKENS, Panel, Recipe
 
 # Told apart by people who see colours differently, and by their brightness in print.
 COLORS = (
@@ -57,11 +57,15 @@ def data_digest(recipe: Recipe, data: Mapping[str, Any]) -> str:
     data: The data of its runs.
   """
   drawn = [
-    [label, [[run['seed'], run['series'].get(p.metric)] for run in runs]]
+    [label, [[run['seed'], run['series'].get(metric)] for run in runs]]
     for p in recipe.panels
+    for metric in [p.metric, *([TOKENS] if p.over_tokens else [])]
     for label, runs in data['arms'].items()
   ]
-  panels = [[p.metric, p.title, p.window, p.log] for p in recipe.panels]
+  panels = [
+    [p.metric, p.title, p.window, p.log, *([] if p.goal is None else [p.goal])]
+    for p in recipe.panels
+  ]
   text = json.dumps([panels, drawn])
   return hashlib.sha256(text.encode()).hexdigest()[:16]
 
@@ -100,8 +104,8 @@ def draw_figure(recipe: Recipe, data: Mapping[str, Any], path: pathlib.Path) -> 
 def _draw_panel(axis: Any, panel: Panel, data: Mapping[str, Any]) -> None:
   for index, (label, runs) in enumerate(data['arms'].items()):
     color = COLORS[index % len(COLORS)]
-    steps, values = seed_curves(runs, panel)
-    if not steps:  # the arm has no such metric
+    steps, values = (token_curves if panel.over_tokens else seed_curves)(runs, panel)
+    if not len(steps):  # the arm has no such metric
       axis.plot([], [], color=color, label=label, linewidth=1.8)
       continue
     low, median, high = values.min(0), np.median(values, 0), values.max(0)
@@ -112,12 +116,17 @@ def _draw_panel(axis: Any, panel: Panel, data: Mapping[str, Any]) -> None:
       color=color,
       label=label,
       linewidth=1.8,
-      marker='o' if len(steps) < 10 else '',
+      marker='o' if len(steps) < 10 and not panel.over_tokens else '',
       markersize=3.5,
     )
   axis.set_title(panel.title)
-  axis.set_xlabel('training step')
-  axis.xaxis.get_major_locator().set_params(integer=True)
+  axis.set_xlabel('generated tokens' if panel.over_tokens else 'training step')
+  if panel.over_tokens:
+    axis.xaxis.set_major_formatter(lambda x, _: f'{x:,.0f}')
+  else:
+    axis.xaxis.get_major_locator().set_params(integer=True)
+  if panel.goal is not None:
+    axis.axhline(panel.goal, color=QUIET, linewidth=1, linestyle=(0, (4, 3)))
   axis.grid(axis='y')
   axis.set_axisbelow(True)
   axis.margins(x=0.02)
@@ -148,6 +157,43 @@ def seed_curves(
     at = dict(zip(steps, values, strict=True))
     curves.append(_smooth([at[step] for step in common], panel.window))
   return common, np.array(curves)
+
+
+def token_curves(
+  runs: Sequence[Mapping[str, Any]], panel: Panel
+) -> tuple[np.ndarray, np.ndarray]:
+  """Returns numbers of generated tokens, and a curve over them for each seed.
+
+  A seed's curve is a straight line between its own points. It ends where the seed
+  that generated the fewest tokens ends.
+
+  Args:
+    runs: The runs of an arm.
+    panel: The panel.
+
+  Returns:
+    The numbers, and values `[seeds, numbers]`; none if the runs lack the metric.
+  """
+  curves = []
+  for run in runs:
+    if panel.metric in run['series']:
+      steps, values = run['series'][panel.metric]
+      curves.append((tokens_before(run, steps), _smooth(values, panel.window)))
+  if not curves:
+    return np.zeros(0), np.zeros((0, 0))
+  grid = np.linspace(0, min(tokens[-1] for tokens, _ in curves), 60)
+  return grid, np.array([np.interp(grid, *curve) for curve in curves])
+
+
+def tokens_before(run: Mapping[str, Any], steps: Sequence[int]) -> list[float]:
+  """Returns how many tokens were generated before each of these steps.
+
+  Args:
+    run: The run.
+    steps: The steps.
+  """
+  made, counts = run['series'][TOKENS]
+  return [sum(n for at, n in zip(made, counts, strict=True) if at < s) for s in steps]
 
 
 def _smooth(values: Sequence[float], window: int) -> list[float]:

@@ -12,6 +12,7 @@ from recipes import catalogue
 
 ROOT = pathlib.Path(__file__).resolve().parents[1]
 NUM_CORES = 2  # that a run may use
+TOKENS = 'tokens/generated'  # by the engines in a step
 RUNS = 'runs/recipes'  # of the bases and of unfinished runs, in the current folder
 
 
@@ -33,19 +34,38 @@ class Arm:
 
 @dataclasses.dataclass(frozen=True)
 class Panel:
-  """One chart of a figure: a metric against the training step.
+  """One chart of a figure: a metric against the training step, or generated tokens.
 
   Attributes:
     metric: Name of the metric, as in metrics.jsonl.
     title: What the chart shows.
     window: Steps that each point averages, itself and those before it.
     log: Whether the axis of the metric is logarithmic.
+    over_tokens: Whether it is drawn against the tokens that were generated before.
+    goal: A value that is marked; None for none.
   """
 
   metric: str
   title: str
   window: int = 1
   log: bool = False
+  over_tokens: bool = False
+  goal: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Goal:
+  """A value of a metric, to which the tokens that training generates are counted.
+
+  Attributes:
+    metric: Name of the metric.
+    value: The value.
+    window: Values that are averaged, the last one and those before it.
+  """
+
+  metric: str
+  value: float
+  window: int = 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,6 +79,7 @@ class Recipe:
     panels: The charts of its figure.
     columns: Metrics whose last values are in the table, by heading.
     bases: Names of BASES whose weights the runs need.
+    goal: What the table counts tokens to; None for nothing.
   """
 
   title: str
@@ -67,12 +88,15 @@ class Recipe:
   panels: tuple[Panel, ...]
   columns: Mapping[str, str]
   bases: tuple[str, ...] = ('sums',)
+  goal: Goal | None = None
 
   @property
   def metrics(self) -> list[str]:
     """The metrics that are kept of each run."""
     drawn = [panel.metric for panel in self.panels]
-    return list(dict.fromkeys([*drawn, *self.columns.values()]))
+    goal = [] if self.goal is None else [self.goal.metric, TOKENS]
+    tokens = [TOKENS for panel in self.panels if panel.over_tokens]
+    return list(dict.fromkeys([*drawn, *self.columns.values(), *goal, *tokens]))
 
 
 # Runs whose weights others start from: the arguments of `launch.train`.

@@ -13,11 +13,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from recipes.experiment import read_data
-from recipes.figure import draw_figure
+from recipes.figure import draw_figure, tokens_before
 from recipes.recipe import (
   BASES,
   NUM_CORES,
   ROOT,
+  Goal,
   Recipe,
   find_recipe,
   recipe_names,
@@ -84,7 +85,9 @@ def results_block(name: str, recipe: Recipe, data: Mapping[str, Any]) -> str:
   """
   arms = data['arms']
   runs = [run for of_arm in arms.values() for run in of_arm]
-  head = ['arm', 'seeds', *recipe.columns, 'seconds', 'tokens', 'digest of seed 0']
+  reach = [f'tokens to {recipe.goal.value:g}'] if recipe.goal else []
+  costs = ['seconds', 'tokens', 'digest of seed 0']
+  head = ['arm', 'seeds', *recipe.columns, *reach, *costs]
   table = [head, ['---'] * len(head)]
   for label, of_arm in arms.items():
     table.append(
@@ -92,6 +95,7 @@ def results_block(name: str, recipe: Recipe, data: Mapping[str, Any]) -> str:
         label,
         str(len(of_arm)),
         *(_spread(final_values(of_arm, metric)) for metric in recipe.columns.values()),
+        *_reach(of_arm, recipe.goal),
         f'{statistics.median(run["seconds"] for run in of_arm):.0f}',
         f'{statistics.median(run["tokens"] for run in of_arm):,.0f}',
         f'`{of_arm[0]["digest"]}`' if recipe.arms[label].is_exact else 'differs',
@@ -174,6 +178,36 @@ def _spread(values: Sequence[float]) -> str:
     return '–'
   low, middle, high = min(values), statistics.median(values), max(values)
   return f'{middle:.2f} ({low:.2f}–{high:.2f})'
+
+
+def tokens_to(run: Mapping[str, Any], goal: Goal) -> float | None:
+  """Returns how many tokens training generated before a run reached a goal.
+
+  Args:
+    run: The run.
+    goal: The goal.
+
+  Returns:
+    The number at the first value that reaches it, averaged over the goal's window; None
+    if the run does not.
+  """
+  steps, values = run['series'][goal.metric]
+  for i in range(goal.window - 1, len(values)):
+    if statistics.fmean(values[i + 1 - goal.window : i + 1]) >= goal.value:
+      return tokens_before(run, [steps[i]])[0]
+  return None
+
+
+def _reach(runs: Sequence[Mapping[str, Any]], goal: Goal | None) -> list[str]:
+  """Returns the cell of the tokens to a goal, or how many runs reach it."""
+  if goal is None:
+    return []
+  found = [tokens_to(run, goal) for run in runs]
+  known = sorted(count for count in found if count is not None)
+  if len(known) < len(found):
+    return [f'{len(known)} of {len(found)} runs reach it']
+  middle = statistics.median(known)
+  return [f'{middle:,.0f} ({known[0]:,.0f}–{known[-1]:,.0f})']
 
 
 def index_block() -> str:

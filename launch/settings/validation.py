@@ -5,6 +5,7 @@ against their ranges and settings against each other.
 """
 
 from jaxrl.algorithms import requirements
+from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import join_calls
 from jaxrl.data import hub, samplers
 from jaxrl.data.curricula import CURRICULA, check_curriculum_class
@@ -17,6 +18,7 @@ from jaxrl.options import ConfigError, defaults, error_prefix, unknown_name_erro
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
+from jaxrl.run_options import EnvOptions
 from jaxrl.training import batch_fields
 from jaxrl.training.batching import packing_plan
 from jaxrl.training.optimizers import make_optimizer
@@ -283,13 +285,14 @@ def _validate_replay(settings: RunSettings, tag: str) -> None:
       f'{env.env_type} takes its tasks from rows, which come again; see dataset.limit'
     )
   if env.prefixes is not None:
-    _validate_prefixes(settings, tag, from_rows=from_rows)
+    _validate_prefixes(env, env.prefixes, tag, from_rows=from_rows)
 
 
-def _validate_prefixes(settings: RunSettings, tag: str, *, from_rows: bool) -> None:
+def _validate_prefixes(
+  env: EnvOptions, prefixes: ComponentCall, tag: str, *, from_rows: bool
+) -> None:
   """Prefixes need tasks that come again, several turns, and a game that can be led."""
-  env = settings.env[tag]
-  where = f'--config.env.{tag}.prefixes={env.prefixes}'
+  where = f'--config.env.{tag}.prefixes={prefixes}'
   if not from_rows and not env.num_seeds:
     raise ConfigError(
       f'{where}: the tasks of environment {env.env_type} are seeds, none of which '
@@ -306,7 +309,7 @@ def _validate_prefixes(settings: RunSettings, tag: str, *, from_rows: bool) -> N
   # Imported here because few runs replay anything.
   from jaxrl.rollout.queue.prefix_samplers import PREFIX_SAMPLERS
 
-  PREFIX_SAMPLERS.build(env.prefixes, where=where)
+  PREFIX_SAMPLERS.build(prefixes, where=where)
 
 
 def _validate_group_pipeline(settings: RunSettings) -> None:

@@ -14,6 +14,7 @@ from recipes import experiment, figure, results
 from recipes.recipe import (
   BASES,
   ROOT,
+  Goal,
   Panel,
   find_recipe,
   recipe_names,
@@ -118,6 +119,23 @@ def test_a_curve_is_the_mean_of_the_last_steps():
   steps, curves = figure.seed_curves(runs, Panel('x', '', window=2))
   assert steps == [1, 2] and curves.tolist() == [[3.0, 5.5], [4.0, 5.0]]
   assert results.final_values(runs, 'x') == [8.0, 7.0]
+
+
+def test_tokens_are_counted_up_to_a_goal():
+  run = {
+    'series': {
+      'x': [[0, 2, 4], [0.0, 1.0, 0.5]],
+      'tokens/generated': [[0, 1, 2, 3], [10, 20, 30, 40]],
+    }
+  }
+  assert figure.tokens_before(run, [0, 2, 4]) == [0, 30, 100]
+  assert results.tokens_to(run, Goal('x', 0.9)) == 30
+  assert results.tokens_to(run, Goal('x', 0.75, window=2)) == 100
+  assert results.tokens_to(run, Goal('x', 0.5, window=3)) == 100
+  assert results.tokens_to(run, Goal('x', 0.51, window=3)) is None
+  grid, curves = figure.token_curves([run], Panel('x', '', over_tokens=True))
+  assert (grid[0], grid[-1]) == (0, 100) and curves[0][-1] == 0.5
+  assert curves[0].max() == pytest.approx(1, abs=0.03)  # at 30 tokens
 
 
 def test_a_digest_tells_the_last_bit_but_not_the_time():
