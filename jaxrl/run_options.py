@@ -381,6 +381,19 @@ class EnvOptions(EpisodeOptions, ReplayOptions):
     "'file.py:Class(option=1)'; '' for ours.",
   )
 
+  opponent: ComponentCall | None = option(
+    None,
+    'Who plays the roles of an environment of several players that the policy does '
+    "not: 'random(replies=\"pass, bet\")', 'model(checkpoint=\"FOLDER\")' or a class of "
+    "your own; '' lets the policy play them all.",
+  )
+  policy_role: int | None = option(
+    None,
+    'The role that the policy plays against an opponent, from 0; none for another one '
+    'from group to group.',
+    low=0,
+  )
+
   @property
   def episode(self) -> dict[str, Any]:
     """The options of `EpisodeOptions` by name."""

@@ -35,6 +35,7 @@ STOP_REASONS = (
 FAILURES = frozenset(STOP_REASONS[3:])
 TEACHER_PROMPT_KEY = 'teacher_prompt'  # in a row's extras: ids that its teacher reads
 TASK_KEY = 'task'  # in a row's extras: columns of its task, by name
+PLAYER_KEY = 'player'  # in a row's extras: which player's row it is, of several
 MAX_ROLES = 8  # roles of agents, numbered from 0
 MAX_REWARD_TERMS = 8  # rewards that can be told apart, the environment's own included
 

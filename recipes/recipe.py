@@ -104,6 +104,7 @@ BASES: dict[str, tuple[str, ...]] = {
   'sums': ('--config=recipes/tasks/sums.py:sft',),
   'lake': ('--config=recipes/tasks/lake.py:sft',),
   'boxes': ('--config=recipes/tasks/boxes.py:sft',),
+  'poker': ('--config=recipes/tasks/poker.py:sft',),
   'teacher': (
     '--config=recipes/tasks/sums.py:grpo',
     '--config.num_steps=80',

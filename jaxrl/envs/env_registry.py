@@ -16,6 +16,10 @@ An environment class may define the following:
   types do not show, before anything starts.
 - `columns = {'given': 'string'}`, which names and types the `columns` of its info so
   that dumps can have them; see docs/synthesis.md.
+- `num_players = 2`, if several players move in turn; see
+  `jaxrl.rollout.multi_player_env_manager`.
+- `evaluation_metrics(metrics) -> metrics`, a static method: what follows from the
+  metrics of an evaluation, by name.
 - `wraps(**options) -> (name, options)`, if it wraps another environment; see
   `unwrapped`.
 - `apply_solution() -> reply` and `empty_reply`, if its tasks can be checked; see
@@ -56,6 +60,7 @@ ENVS = {
   'sokoban': 'jaxrl.envs.games.sokoban_env:SokobanEnv',
   'sudoku': 'jaxrl.envs.games.sudoku_env:SudokuEnv',
   'countdown': 'jaxrl.envs.games.countdown_env:CountdownEnv',
+  'kuhn_poker': 'jaxrl.envs.games.kuhn_poker_env:KuhnPokerEnv',
   'web_shop': 'jaxrl.envs.games.web_shop_env:WebShopEnv',
   'picture_quiz': 'jaxrl.envs.games.picture_quiz_env:PictureQuizEnv',
   'gymnasium': 'jaxrl.envs.adapters.gymnasium_env:GymnasiumEnv',
@@ -254,6 +259,16 @@ def uses_dataset(name: str, options: Mapping[str, Any]) -> bool:
     options: The environment's options.
   """
   return getattr(unwrapped(name, options), 'uses_dataset', True)
+
+
+def num_players(name: str, options: Mapping[str, Any]) -> int:
+  """Returns how many players move in an environment.
+
+  Args:
+    name: The name of the environment.
+    options: The environment's options.
+  """
+  return getattr(unwrapped(name, options), 'num_players', 1)
 
 
 def options_for_split(

@@ -43,6 +43,9 @@ class ComponentInfo:
       a group of one leaves the bare reward; or a function from the component's options
       to that truth value.
     turn_level: True for a component that treats the turns of an episode separately.
+    whole_episodes: True for an advantage that compares the players of an episode, so
+      that the rows of all have one episode id. For others, what each player did is an
+      episode by itself.
     init_state: A function without arguments that returns the pytree of arrays which
       the component carries from batch to batch. The component reads it as the field
       `state` and returns the next one: an advantage in `Advantages.state`, a KL
@@ -59,6 +62,7 @@ class ComponentInfo:
   turn_level: bool = False
   init_state: Callable[[], Any] | None = None
   precompute: Callable[..., dict[str, Any]] | None = None
+  whole_episodes: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,6 +92,7 @@ def component(
   turn_level: bool = False,
   init_state: Callable[[], Any] | None = None,
   precompute: Callable[..., dict[str, Any]] | None = None,
+  whole_episodes: bool = False,
 ) -> Callable[[Function], Function]:
   """Marks a function as a component and attaches facts about it.
 
@@ -97,11 +102,14 @@ def component(
     turn_level: Whether the component treats turns separately.
     init_state: Makes the state that the component carries from batch to batch.
     precompute: Computes batch fields from the whole optimizer batch.
+    whole_episodes: Whether the component compares the players of an episode.
 
   Returns:
     A decorator that returns the function itself, unwrapped.
   """
-  info = ComponentInfo(on_policy, group_relative, turn_level, init_state, precompute)
+  info = ComponentInfo(
+    on_policy, group_relative, turn_level, init_state, precompute, whole_episodes
+  )
 
   def attach(function: Function) -> Function:
     vars(function)['component_info'] = info

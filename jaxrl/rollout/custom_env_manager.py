@@ -25,7 +25,7 @@ _TOKEN_ARRAYS = ('action_mask', 'rollout_logprobs', 'rewards', 'weights_version'
 
 
 def find_env_manager(
-  manager: Component, where: str, *, is_agent: bool = False
+  manager: Component, where: str, *, is_agent: bool = False, has_players: bool = False
 ) -> tuple[type[Any], dict[str, Any]]:
   """Finds the class of a custom manager, and checks whether it follows the protocol.
 
@@ -33,6 +33,7 @@ def find_env_manager(
     manager: The class or where it is, and its own options.
     where: What error messages begin with, such as the config key.
     is_agent: Whether the environment is one that an agent plays.
+    has_players: Whether the environment has several players.
 
   Returns:
     The class and its own options.
@@ -76,7 +77,18 @@ def find_env_manager(
       raise ConfigError(
         f'{where}: the environment is {played}: derive {name} from {base}'
       )
+    _check_players(cls, name, where, has_players)
   return cls, options
+
+
+def _check_players(cls: type[Any], name: str, where: str, has_players: bool) -> None:
+  """Refuses a manager derived from one of environments with more or fewer players."""
+  from jaxrl.rollout.multi_player_env_manager import MultiPlayerEnvManager
+
+  if issubclass(cls, MultiPlayerEnvManager) != has_players:
+    base = 'MultiPlayerEnvManager' if has_players else 'EnvManager'
+    players = 'several players' if has_players else 'one player'
+    raise ConfigError(f'{where}: the environment has {players}: derive {name} from {base}')
 
 
 def make_custom_env_manager(
@@ -104,7 +116,10 @@ def make_custom_env_manager(
   """
   text = component_name(manager, whole=True)
   cls, own_options = find_env_manager(
-    manager, f'env manager {text}', is_agent=context.endpoint is not None
+    manager,
+    f'env manager {text}',
+    is_agent=context.endpoint is not None,
+    has_players=context.players is not None,
   )
   if context.queue is None and issubclass(cls, EnvManager):  # has `play_episode`
     return cls(context, group_id, env_id, **options, **own_options)

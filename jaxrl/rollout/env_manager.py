@@ -49,6 +49,7 @@ from jaxrl.types import (
 
 if TYPE_CHECKING:
   from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
+  from jaxrl.rollout.opponents import PlayerOptions
   from jaxrl.rollout.rewards.reward_pipeline import RewardPipeline
 
 # Tokens of an observation that are encoded beyond the window, so that the last ones
@@ -69,6 +70,7 @@ class EnvContext:
     dataset: The `GlobalDataset`; None for games, whose task is the seed.
     rewards: What is added to an episode's reward after its end.
     endpoint: Where agents reach the engine; None where environments are stepped.
+    players: Who plays an environment of several players; None for one player.
   """
 
   make_env: Callable[[], Env]
@@ -79,6 +81,7 @@ class EnvContext:
   dataset: TaskSource | None = None
   rewards: 'RewardPipeline | None' = None
   endpoint: 'AgentEndpoint | None' = None
+  players: 'PlayerOptions | None' = None
 
   async def close(self) -> None:
     """Releases the threads and the endpoint's port."""
@@ -518,7 +521,7 @@ class EnvManager:
       observation,
       info,
       turn_idx=len(cache.turns),
-      actions_left=self.max_steps - len(cache.turns),
+      actions_left=self.max_steps - cache.turn_number,
       max_response_length=self.max_tokens_per_step,
     )
     if has_images(messages):
@@ -557,7 +560,7 @@ class EnvManager:
 
   async def _generate(self, cache: RolloutCache, max_tokens: int) -> Completion:
     """Generates one response; an interrupted one continues from its tokens."""
-    lease, turn = cache.lease, len(cache.turns)
+    lease, turn = cache.lease, cache.turn_number
     name = f'{self._sample_name(cache)}/{turn}/{lease.attempt}'
     # The trailing 0 keeps the seeds equal to those of earlier versions.
     seed = fold_seed(self._base_seed, cache.seed, lease.sample_index, turn, 0)

@@ -33,8 +33,8 @@ def make_env_manager(
 
   Returns:
     The user's own manager if there is one; an `AgentEnvManager` if the context has an
-    endpoint; a `ReplayEnvManager` if tasks come again or episodes are replayed; else an
-    `EnvManager`.
+    endpoint, and a `MultiPlayerEnvManager` if it has players; a `ReplayEnvManager` if
+    tasks come again or episodes are replayed; else an `EnvManager`.
 
   Raises:
     ValueError: If the user's own class cannot be used as a manager.
@@ -44,6 +44,11 @@ def make_env_manager(
     from jaxrl.rollout.custom_env_manager import make_custom_env_manager
 
     return make_custom_env_manager(manager, context, group_id, env_id, options)
+  if context.players is not None:
+    # Imported here because few environments have several players.
+    from jaxrl.rollout.multi_player_env_manager import MultiPlayerEnvManager
+
+    return MultiPlayerEnvManager(context, group_id, env_id, **options)
   if num_seeds or replays:
     # Imported here because few runs come back to what they played.
     from jaxrl.rollout.replay_env_manager import ReplayEnvManager

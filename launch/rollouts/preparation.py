@@ -9,7 +9,9 @@ import jax
 from jaxrl import model_loading
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.seeds import fold_seed
+from jaxrl.envs.env_registry import num_players
 from jaxrl.model_loading import LoadedModel
+from jaxrl.run_options import EnvOptions
 from launch.rollouts import offline_data
 from launch.settings.run_settings import RunSettings
 from launch.settings.validation import validate, validate_training
@@ -33,6 +35,16 @@ def check_run(settings: RunSettings, *, trains: bool) -> None:
     from launch.rollouts.reward_terms import validate_rewards
 
     validate_rewards(settings)
+  if any(_has_players(env) for env in settings.env.values()):
+    # Imported here because few environments have several players.
+    from launch.rollouts.opponent_models import validate_opponents
+
+    validate_opponents(settings)
+
+
+def _has_players(env: EnvOptions) -> bool:
+  count = num_players(env.env_type, env.env_config)
+  return count != 1 or env.opponent is not None or env.policy_role is not None
 
 
 def load_policy(

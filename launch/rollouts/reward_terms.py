@@ -172,16 +172,32 @@ def make_reward_pipeline(
   Raises:
     ConfigError: For a model or server that cannot be used.
   """
+  spawn = make_spawn(settings, runtime, device_thread, KEY)
+  text = settings.text('rollout.rewards')
+  return _make_pipeline(settings.rewards, text, spawn)
+
+
+def make_spawn(
+  settings: RunSettings, runtime: Runtime, device_thread: DeviceThread, key: str
+) -> Spawn:
+  """Returns a function that serves a model of fixed weights, or asks a server.
+
+  Args:
+    settings: Settings of the run.
+    runtime: Where models live.
+    device_thread: The thread of this process's devices, which they share if they are
+      no Ray actors.
+    key: The config key that asks for them, for errors.
+  """
   shared_thread = None if settings.cluster.ray else device_thread
 
   def spawn(cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
     if cls is not OpenAIJudgeClient:
       args = (*args, shared_thread, settings.kernels)
-    with error_prefix(f'{KEY}: {args[0]}', OSError):
+    with error_prefix(f'{key}: {args[0]}', OSError):
       return runtime.spawn(cls, *args, **options)
 
-  text = settings.text('rollout.rewards')
-  return _make_pipeline(settings.rewards, text, spawn)
+  return spawn
 
 
 def _make_pipeline(
@@ -291,26 +307,43 @@ def _make_scorer(target: str, options: dict[str, Any], spawn: Spawn) -> Any:
 
 
 def _judge(options: dict[str, Any], spawn: Spawn) -> LLMJudge:
+  return make_model_asker('judge', LLMJudge, options, spawn)
+
+
+def make_model_asker(
+  target: str, asker: Callable[..., Any], options: dict[str, Any], spawn: Spawn
+) -> Any:
+  """Makes what asks a model of fixed weights, which the run or a server serves.
+
+  Args:
+    target: What the model is for, for errors.
+    asker: Takes the model's client, and options of its own.
+    options: Where the model is served, how, and the asker's own options.
+    spawn: Makes the client; see `make_spawn`.
+
+  Raises:
+    ConfigError: If an option is wrong, or there is no such model.
+  """
   backend = OpenAIJudgeClient if 'url' in options else JudgeEngine
-  where, served, judge_options = _split('judge', options, backend, LLMJudge)
-  LLMJudge(None, **judge_options)  # what is wrong is said before anything is served
+  where, served, own_options = _split(target, options, backend, asker)
+  asker(None, **own_options)  # what is wrong is said before anything is served
   validate_judge_limits(**served)
   if backend is JudgeEngine:
     if set(where) != {'checkpoint'}:
       raise ConfigError(
-        "judge: set either checkpoint='FOLDER', or url='…' and model='…'"
+        f"{target}: set either checkpoint='FOLDER', or url='…' and model='…'"
       )
-    folder = _folder('judge', where['checkpoint'])
-    return LLMJudge(spawn(JudgeEngine, folder, **served), **judge_options)
+    folder = _folder(target, where['checkpoint'])
+    return asker(spawn(JudgeEngine, folder, **served), **own_options)
   if 'checkpoint' in where or not where.get('model'):
-    raise ConfigError("judge: a url needs model='…', and excludes checkpoint")
-  require_package('aiohttp', 'judge: a url', 'serve')
+    raise ConfigError(f"{target}: a url needs model='…', and excludes checkpoint")
+  require_package('aiohttp', f'{target}: a url', 'serve')
   server = (
     validate_judge_url(where['url']),
     where['model'],
     read_api_key(where.get('key_env', '')),
   )
-  return LLMJudge(spawn(OpenAIJudgeClient, *server, **served), **judge_options)
+  return asker(spawn(OpenAIJudgeClient, *server, **served), **own_options)
 
 
 def _split(

@@ -15,6 +15,7 @@ from jaxrl.envs.env_registry import (
   find_env,
   innermost,
   options_for_split,
+  unwrapped,
 )
 from jaxrl.envs.graders.composite import make_grader
 from jaxrl.envs.graders.grader_processes import GraderFailure
@@ -127,6 +128,12 @@ class RolloutScheduler:
       from launch.rollouts.reward_terms import make_reward_pipeline
 
       self._rewards = make_reward_pipeline(settings, runtime, device_thread)
+    self._opponents: dict[str, Any] = {}
+    if any(env.opponent is not None for env in settings.env.values()):
+      # Imported here because few environments have several players.
+      from launch.rollouts.opponent_models import make_opponents
+
+      self._opponents = make_opponents(settings, runtime, device_thread)
     self._check_options()
     self.queues: dict[str, Any] = {}
 
@@ -366,6 +373,8 @@ class RolloutScheduler:
       concurrency=env.max_concurrency,
       rewards=self._rewards,
       chat=self._settings.chat,
+      opponent=self._opponents.get(tag),
+      policy_role=env.policy_role,
     )
 
   async def advance(self, step: int) -> None:
@@ -523,8 +532,22 @@ class RolloutScheduler:
         )
       finally:  # it may be stopped
         await first.context.close()
-      metrics |= set_metrics
+      metrics |= set_metrics | self._derived_metrics(name, set_metrics)
       if share := self.seen_shares.get(name):
         metrics[f'eval/{name}/training_rows'] = share
       groups += set_groups
     return metrics, groups
+
+  def _derived_metrics(
+    self, name: str, metrics: Mapping[str, float]
+  ) -> dict[str, float]:
+    """Returns what an environment's class says follows from an evaluation."""
+    env = self._settings.env[self._settings.evaluations[name].tag]
+    derive = getattr(
+      unwrapped(env.env_type, env.env_config), 'evaluation_metrics', None
+    )
+    if derive is None:
+      return {}
+    prefix = f'eval/{name}/'
+    named = {key.removeprefix(prefix): value for key, value in metrics.items()}
+    return {f'{prefix}{key}': float(value) for key, value in derive(named).items()}

@@ -10,7 +10,12 @@ from typing import TYPE_CHECKING, Any
 from jaxrl.component_calls import ComponentCall
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
-from jaxrl.envs.env_registry import ISOLATED_PREFIX, env_factory, find_env
+from jaxrl.envs.env_registry import (
+  ISOLATED_PREFIX,
+  env_factory,
+  find_env,
+  num_players,
+)
 from jaxrl.options import ConfigError, error_prefix
 from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker
@@ -51,6 +56,8 @@ def make_env_context(
   concurrency: int = DEFAULT_NUM_THREADS,
   rewards: 'RewardPipeline | None' = None,
   chat: ChatOptions | None = None,
+  opponent: Any = None,
+  policy_role: int | None = None,
 ) -> EnvContext:
   """Returns what the environments of a tag share.
 
@@ -64,6 +71,8 @@ def make_env_context(
     concurrency: Number of environments that step at once.
     rewards: The reward pipeline, if rewards are not the environments' own.
     chat: How conversations are written, where that is not as the folder says.
+    opponent: Who plays roles in the policy's place, or a call that names it.
+    policy_role: The role that the policy plays against an opponent.
 
   Raises:
     ConfigError: An isolated environment type is driven by an agent, or the folder has
@@ -82,6 +91,13 @@ def make_env_context(
     from jaxrl.rollout.gateway.agent_endpoint import AgentEndpoint
 
     endpoint = AgentEndpoint(engine, chat_tokenizer)
+  players = None
+  if (count := num_players(env_type, env_config)) > 1:
+    # Imported here because few environments have several players.
+    from jaxrl.rollout.opponents import PlayerOptions, make_opponent
+
+    made = None if opponent is None else make_opponent(opponent, f'opponent={opponent}')
+    players = PlayerOptions(count, made, policy_role)
   return EnvContext(
     make_env=env_factory(env_type, env_config),
     engine=engine,
@@ -91,4 +107,5 @@ def make_env_context(
     dataset=dataset,
     rewards=rewards,
     endpoint=endpoint,
+    players=players,
   )

@@ -306,6 +306,14 @@ KINDS: tuple[ComponentKind, ...] = (
     _derives('jaxrl.rollout.queue.prefix_samplers:PrefixSampler'),
   ),
   ComponentKind(
+    'opponent',
+    ('env.*.opponent',),
+    'plays roles of an environment of several players in the place of the policy',
+    _table('jaxrl.rollout.opponents:OPPONENTS'),
+    _has_methods('reply'),
+    other_names=('model',),
+  ),
+  ComponentKind(
     'grader',
     (
       'rollout.rewards',

@@ -12,7 +12,7 @@ from typing import Any
 from jaxrl.algorithms import registry
 from jaxrl.component_calls import ComponentCall, parse_call, parse_calls
 from jaxrl.config import option_types
-from jaxrl.envs.env_registry import find_env
+from jaxrl.envs.env_registry import find_env, num_players
 from jaxrl.options import (
   Kind,
   check_options,
@@ -159,13 +159,16 @@ def parse_grader_calls(text: str) -> tuple[ComponentCall, ...]:
   return _parse_value(text, GraderCalls)
 
 
-def check_env_manager(call: ComponentCall, tag: str, env_type: str) -> None:
+def check_env_manager(
+  call: ComponentCall, tag: str, env_type: str, env_config: Mapping[str, Any]
+) -> None:
   """Checks that the class that `env.<tag>.manager` names can play episodes.
 
   Args:
     call: A call of the user's own class.
     tag: Environment tag.
     env_type: The environment's name or location.
+    env_config: The environment's options.
 
   Raises:
     ConfigError: If the class cannot be used as a manager.
@@ -176,4 +179,5 @@ def check_env_manager(call: ComponentCall, tag: str, env_type: str) -> None:
   is_agent = getattr(find_env(env_type), 'played_by_agent', False)
   where = f'env.{tag}.manager={call}'
   with error_prefix(where):
-    find_env_manager(call, where, is_agent=is_agent)
+    has_players = num_players(env_type, env_config) > 1
+    find_env_manager(call, where, is_agent=is_agent, has_players=has_players)

@@ -130,7 +130,7 @@ def _with_env_config(tag: str, env: EnvOptions) -> EnvOptions:
       raise
     raise ConfigError(f'env.{tag}: {error}') from error
   if env.manager is not None:
-    check_env_manager(env.manager, tag, env.env_type)
+    check_env_manager(env.manager, tag, env.env_type, env_config)
   return env.replace(env_config=env_config)
 
 

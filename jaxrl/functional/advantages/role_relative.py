@@ -68,7 +68,7 @@ def rae(
   )
 
 
-@component(group_relative=True)
+@component(group_relative=True, whole_episodes=True)
 def hierarchical_grpo(
   rewards: Array,
   mask: Array,

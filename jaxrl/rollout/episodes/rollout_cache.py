@@ -105,6 +105,11 @@ class RolloutCache:
     """Returns whether the episode failed and must not be trained on."""
     return self.stop_reason in FAILURES
 
+  @property
+  def turn_number(self) -> int:
+    """Returns the number of the turn that is being played, from 0."""
+    return len(self.turns)
+
   def keep_columns(self, keys: Sequence[str]) -> None:
     """Keeps columns of the task, those that it has, for the episode's rows."""
     item = (self.task and self.task.item) or {}

@@ -14,9 +14,17 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxrl.functional import losses
+from jaxrl.functional.components import component_info
 from jaxrl.models.model_config import VisionConfig
 from jaxrl.training.batching.packing_plan import PackShape
-from jaxrl.types import MAX_REWARD_TERMS, Algorithm, Batch, Group, Trajectory
+from jaxrl.types import (
+  MAX_REWARD_TERMS,
+  PLAYER_KEY,
+  Algorithm,
+  Batch,
+  Group,
+  Trajectory,
+)
 
 ROUTED_EXPERTS_KEY = (
   'routed_experts'  # key in a row's extras: `[T, L, k]`, −1 where unknown
@@ -186,7 +194,8 @@ class BatchBuilder:
 
   def _collate(self, groups: Sequence[Group], shape: BatchShape) -> Batch:
     buckets = self.buckets if shape.pack is None else (max(self.buckets),)
-    batch = collate(groups, buckets, shape.rows)
+    whole = component_info(self.algorithm.advantage).whole_episodes
+    batch = collate(groups, buckets, shape.rows, whole_episodes=whole)
     if not any(row.images for group in groups for row in group):
       return batch
     # Imported here because few models see images.
@@ -338,6 +347,7 @@ def collate(
   *,
   multiple: int = 1,
   pad_id: int = 0,
+  whole_episodes: bool = False,
 ) -> Batch:
   """Joins groups of ragged trajectories into one rectangular batch.
 
@@ -351,6 +361,8 @@ def collate(
     num_rows: Rows of the batch; default, the number of rows rounded up to `multiple`.
     multiple: What the default number of rows is a multiple of.
     pad_id: The token at padding.
+    whole_episodes: Whether the rows of several players of an episode share its id; else
+      what each player did is an episode by itself.
 
   Returns:
     A batch of numpy arrays. It has `state_hash` and `routed_experts` if a row has them
@@ -368,7 +380,8 @@ def collate(
   if len(rows) > count:
     raise ValueError(f'{len(rows)} rows do not fit a batch of {count}')
   width = pick_bucket(max(len(row.tokens) for row in rows), buckets)
-  return _collate_rows(groups, rows, count, width, pad_id)
+  episode_ids = _episode_ids(groups, whole_episodes)
+  return _collate_rows(groups, rows, count, width, pad_id, episode_ids)
 
 
 def _collate_rows(
@@ -377,6 +390,7 @@ def _collate_rows(
   count: int,
   width: int,
   pad_id: int,
+  episode_ids: Sequence[int],
 ) -> Batch:
   """Joins rows into a batch of `count` rows by `width` tokens."""
   lengths = np.array([len(row.tokens) for row in rows])
@@ -405,7 +419,6 @@ def _collate_rows(
   role_ids = None
   if any('role' in row.extras for row in rows):
     role_ids = pad_ids([row.extras.get('role', 0) for row in rows])
-  episode_ids = _episode_ids(groups)
   terms = _reward_terms(rows, episode_ids, count)
   return Batch(
     tokens=token_field('tokens', np.int32, pad_id),
@@ -494,11 +507,17 @@ def _routed_experts(
   return routed
 
 
-def _episode_ids(groups: Sequence[Group]) -> list[int]:
-  """Returns dense episode ids, equal for all rows of one sample of one group."""
-  numbers: dict[tuple[int, int], int] = {}
+def _episode_ids(groups: Sequence[Group], whole_episodes: bool) -> list[int]:
+  """Returns dense episode ids, equal for all rows of one sample of one group.
+
+  The rows of several players have different ids, unless episodes are left whole.
+  """
+  numbers: dict[tuple[int, int, int], int] = {}
   return [
-    numbers.setdefault((i, row.sample_index), len(numbers))
+    numbers.setdefault(
+      (i, row.sample_index, 0 if whole_episodes else row.extras.get(PLAYER_KEY, 0)),
+      len(numbers),
+    )
     for i, group in enumerate(groups)
     for row in group
   ]

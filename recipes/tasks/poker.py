@@ -1,0 +1,89 @@
+"""Kuhn poker for a tiny model that was shown random moves: it plays both sides.
+
+The base learns from players who pass or bet by the toss of a coin, so that it knows
+what a move looks like and nothing about when to make it. An evaluation samples its move
+at each of the twelve information sets and computes how much a perfect player would win.
+
+    python -m launch.train --config=recipes/tasks/poker.py:sft
+"""
+
+from typing import Any
+
+import numpy as np
+
+from configs import base
+from jaxrl.algorithms import registry
+from jaxrl.config import Config
+from jaxrl.envs.games.kuhn_poker_env import MOVES, KuhnPokerEnv
+from recipes.recipe import Panel
+from recipes.tasks import sums
+
+PANELS = (
+  Panel('eval/probe/exploitability', 'Exploitability'),
+  Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
+)
+COLUMNS = {
+  'exploitability': 'eval/probe/exploitability',
+  'entropy': 'policy/entropy',
+}
+
+
+def lessons(
+  split: str = 'train', *, size: int = 2000, seed: int = 0
+) -> list[dict[str, Any]]:
+  """Generates the conversations of players who move by chance.
+
+  Args:
+    split: Seeds the generator.
+    size: The number of games; each gives two conversations.
+    seed: Seeds the generator too.
+
+  Returns:
+    Rows with `messages`.
+  """
+  rng = np.random.default_rng([seed, int(split == 'test')])
+  env, rows = KuhnPokerEnv(show_rules=False), []
+  for _ in range(size):
+    observation, info = env.reset(seed=int(rng.integers(2**31)))
+    players: tuple[list[dict[str, Any]], ...] = ([], [])
+    done = False
+    while not done:
+      move = str(rng.choice(list(MOVES.values())))
+      players[info['role']].extend(
+        [
+          {'role': 'user', 'content': observation},
+          {'role': 'assistant', 'content': move},
+        ]
+      )
+      observation, _, done, _, info = env.step(move)
+    rows += [{'messages': messages} for messages in players]
+  return rows
+
+
+def get_config(algorithm: str = 'rae') -> Config:
+  """Returns the config of a run, or of the base for `sft`."""
+  config = base.get_config(algorithm)
+  config.batch.max_length = 160
+  config.env.kuhn = base.env_section(
+    'kuhn_poker',
+    max_steps=3,
+    max_tokens_per_step=8,
+    env_config={'show_rules': False},
+  )
+  if registry.make(algorithm).data_format == 'messages':
+    config.dataset.path = 'generate:recipes.tasks.poker:lessons()'
+    config.dataset.limit = 2000
+    sums.set_up_base(config, num_steps=200)
+    return config
+  sums.set_up_run(config, 'poker', num_steps=60, learning_rate=3e-4)
+  config.env.probe = base.env_section(
+    'kuhn_poker',
+    weight=0.0,  # never trained on
+    max_tokens_per_step=8,
+    env_config={'show_rules': False, 'probe': True},
+  )
+  config.eval.interval = 10
+  config.eval.sets.probe = base.eval_set(
+    tag='probe', num_tasks=12, group_size=128, temperature=1.0
+  )
+  return config
