@@ -159,7 +159,7 @@ test-vllm: env-vllm
 	.venv-vllm/bin/python -m pytest -m 'vllm and not extended' --timeout 900
 
 # What is skipped without those packages: the rest of tests/envs is in make test.
-ENVS = gem_env gymnasium_env reasoning_gym_env textarena_env
+ENVS = gem_env gymnasium_env kuhn_poker_env reasoning_gym_env textarena_env
 test-envs: env-envs
 	.venv-envs/bin/python -m pytest -m 'not slow and not ray' \
 	  $(ENVS:%=tests/envs/test_%.py)

@@ -85,7 +85,14 @@ EXTRAS = {
     "torch==2.13.0; python_version < '3.12'",
   ],
   'docs': ['latex2mathml', 'mkdocs-material', 'mkdocstrings-python'],  # `make docs`
-  'envs': ['gem-llm', 'langdetect', 'math-verify', 'reasoning-gym', 'textarena'],
+  'envs': [
+    'gem-llm',
+    'langdetect',
+    'math-verify',
+    'open-spiel',
+    'reasoning-gym',
+    'textarena',
+  ],
   'gpu': ['jax[cuda13]'],
   'odps': ['pyodps'],
   'prometheus': ['prometheus-client'],

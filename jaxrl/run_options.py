@@ -380,12 +380,11 @@ class EnvOptions(EpisodeOptions, ReplayOptions):
     'A class of your own that plays the episodes in place of EnvManager, such as '
     "'file.py:Class(option=1)'; '' for ours.",
   )
-
   opponent: ComponentCall | None = option(
     None,
     'Who plays the roles of an environment of several players that the policy does '
-    "not: 'random(replies=\"pass, bet\")', 'model(checkpoint=\"FOLDER\")' or a class of "
-    "your own; '' lets the policy play them all.",
+    "not: a program, as 'random(replies=…)' or a class of your own, or a model, as "
+    "'model(checkpoint=…)'; '' lets the policy play them all.",
   )
   policy_role: int | None = option(
     None,

@@ -46,7 +46,9 @@ class EpisodeScreen:
     self, console: Console, decode: Callable[[list[int]], str], *, ids: bool = True
   ):
     self._console, self._decode, self._ids = console, decode, ids
-    self._shown = self._turns = 0
+    self._turns = 0
+    self._shown: dict[int, int] = {}  # tokens of each conversation, by identity
+    self._last_player = -1
 
   def watch(self, manager: 'EnvManager') -> None:
     """Makes a manager show here what each of its steps adds."""
@@ -58,31 +60,42 @@ class EpisodeScreen:
         self._console.say(f'episode seed {cache.seed}', style='bold')
         if cache.task is not None and cache.task.index is not None:
           self._console.fact('task', f'row {cache.task.index}: {cache.task.item}')
-        self.show_new_tokens(cache)
+        self._show(cache)
       return cache
 
     async def shown_decision(cache: Any) -> Any:
       completion = await decide(cache)
-      self.show_new_tokens(cache)
+      self._show(cache)
       for branch in getattr(cache, 'branches', ()):  # an agent's conversations
-        self._shown = 0
         self.show_new_tokens(branch)
       return completion
 
     async def shown_step(cache: Any, completion: Any) -> None:
+      player = getattr(cache, 'player', cache)  # the one of several who moves
       await step(cache, completion)
-      turn = cache.turns[-1]
-      self._console.fact('reward', f'{turn.reward:g}')
-      self.show_new_tokens(cache)
+      self._console.fact('reward', f'{player.turns[-1].reward:g}')
+      self._show(cache)
 
     manager.reset = shown_reset  # pyright: ignore[reportAttributeAccessIssue]
     manager.make_decision = shown_decision  # pyright: ignore[reportAttributeAccessIssue]
     manager.step = shown_step  # pyright: ignore[reportAttributeAccessIssue]
 
+  def _show(self, cache: Any) -> None:
+    """Shows what is new of an episode, or of each of its players' conversations."""
+    for player in getattr(cache, 'players', ()):
+      if len(player.tokens) > self._shown.get(id(player), 0):
+        if player.role != self._last_player:
+          self._last_player = player.role
+          self._console.say()
+          self._console.say(f'player of role {player.role}', style='bold')
+        self.show_new_tokens(player)
+    if not getattr(cache, 'players', ()):
+      self.show_new_tokens(cache)
+
   def show_new_tokens(self, cache: 'RolloutCache') -> None:
     """Shows the tokens that were added since the last call."""
-    start, stop = self._shown, len(cache.tokens)
-    self._shown = stop
+    start, stop = self._shown.get(id(cache), 0), len(cache.tokens)
+    self._shown[id(cache)] = stop
     while start < stop:
       end = start
       while end < stop and cache.mask[end] == cache.mask[start]:

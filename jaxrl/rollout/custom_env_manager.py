@@ -88,7 +88,9 @@ def _check_players(cls: type[Any], name: str, where: str, has_players: bool) -> 
   if issubclass(cls, MultiPlayerEnvManager) != has_players:
     base = 'MultiPlayerEnvManager' if has_players else 'EnvManager'
     players = 'several players' if has_players else 'one player'
-    raise ConfigError(f'{where}: the environment has {players}: derive {name} from {base}')
+    raise ConfigError(
+      f'{where}: the environment has {players}: derive {name} from {base}'
+    )
 
 
 def make_custom_env_manager(

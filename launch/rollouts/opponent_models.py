@@ -1,4 +1,4 @@
-"""Makes the opponents that `env.<tag>.opponent` names, models of fixed weights included.
+"""Opponent models: makes what `env.<tag>.opponent` names, a model or a program.
 
 `model(checkpoint='FOLDER')` is served by the run, on an engine of its own, and
 `model(url='…', model='…')` by an OpenAI-compatible server: both as judges are.
@@ -8,8 +8,13 @@ from typing import Any
 
 from jaxrl.device_thread import DeviceThread
 from jaxrl.envs.env_registry import num_players
-from jaxrl.options import error_prefix
-from jaxrl.rollout.opponents import ModelOpponent, check_players, make_opponent
+from jaxrl.options import error_prefix, unknown_name_error
+from jaxrl.rollout.opponents import (
+  OPPONENTS,
+  ModelOpponent,
+  check_players,
+  make_opponent,
+)
 from launch.rollouts.reward_terms import Spawn, make_model_asker, make_spawn
 from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RunSettings
@@ -58,6 +63,8 @@ def _make(settings: RunSettings, tag: str, spawn: Spawn) -> Any:
     return None
   where = f'{_key(tag)}={call}'
   if call.name != MODEL:
+    if call.name not in OPPONENTS and ':' not in call.name:
+      raise unknown_name_error(call.name, {*OPPONENTS, MODEL}, 'opponent', where)
     make_opponent(call, where)
     return call
   with error_prefix(where):

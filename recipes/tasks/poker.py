@@ -1,8 +1,8 @@
-"""Kuhn poker for a tiny model that was shown random moves: it plays both sides.
+"""Kuhn poker for a tiny model that was shown a poor player's games.
 
-The base learns from players who pass or bet by the toss of a coin, so that it knows
-what a move looks like and nothing about when to make it. An evaluation samples its move
-at each of the twelve information sets and computes how much a perfect player would win.
+The base learns from a player who bets on weak cards and passes on strong ones, more
+often than not. Runs play both sides. An evaluation samples the policy's move at each of
+the twelve information sets, and computes how much a perfect player would win from it.
 
     python -m launch.train --config=recipes/tasks/poker.py:sft
 """
@@ -18,6 +18,7 @@ from jaxrl.envs.games.kuhn_poker_env import MOVES, KuhnPokerEnv
 from recipes.recipe import Panel
 from recipes.tasks import sums
 
+BETS = {'J': 0.7, 'Q': 0.5, 'K': 0.3}  # how often the poor player bets on a card
 PANELS = (
   Panel('eval/probe/exploitability', 'Exploitability'),
   Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
@@ -31,7 +32,7 @@ COLUMNS = {
 def lessons(
   split: str = 'train', *, size: int = 2000, seed: int = 0
 ) -> list[dict[str, Any]]:
-  """Generates the conversations of players who move by chance.
+  """Generates the conversations of two poor players.
 
   Args:
     split: Seeds the generator.
@@ -48,7 +49,8 @@ def lessons(
     players: tuple[list[dict[str, Any]], ...] = ([], [])
     done = False
     while not done:
-      move = str(rng.choice(list(MOVES.values())))
+      card = observation[observation.index('card is ') + len('card is ')]
+      move = MOVES['b' if rng.random() < BETS[card] else 'p']
       players[info['role']].extend(
         [
           {'role': 'user', 'content': observation},

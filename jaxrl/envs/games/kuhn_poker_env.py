@@ -7,7 +7,7 @@ after a bet has lost. The first player loses 1/18 a game if both play well (Kuhn
 
 import itertools
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -86,7 +86,7 @@ class KuhnPokerEnv:
 
   uses_dataset = False  # its tasks are seeds
   num_players = 2
-  columns = {'moves': 'string'}
+  columns: ClassVar[dict[str, str]] = {'moves': 'string'}
 
   def __init__(self, *, show_rules: bool = True, probe: bool = False):
     self._show_rules = show_rules
@@ -271,8 +271,8 @@ def best_response(
   answers = []
   for bets in itertools.product((0.0, 1.0), repeat=len(own)):
     pure = {at: MoveChances(bet) for at, bet in zip(own, bets, strict=True)}
-    won = expected_return(pure, strategy) if role == 0 else expected_return(
-      strategy, pure
+    won = (
+      expected_return(pure, strategy) if role == 0 else expected_return(strategy, pure)
     )
     answers.append((won if role == 0 else -won, pure))
   return max(answers, key=lambda answer: answer[0])
