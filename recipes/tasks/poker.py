@@ -1,8 +1,8 @@
-"""Kuhn poker for a tiny model that was shown a poor player's games.
+"""Kuhn poker for a tiny model that was shown the games of timid players.
 
-The base learns from a player who bets on weak cards and passes on strong ones, more
-often than not. Runs play both sides. An evaluation samples the policy's move at each of
-the twelve information sets, and computes how much a perfect player would win from it.
+The base learns from players who bet too rarely, whatever was bet before. Runs play both
+sides. An evaluation samples the policy's move at each of the twelve information sets,
+and computes how much a perfect player would win from it.
 
     python -m launch.train --config=recipes/tasks/poker.py:sft
 """
@@ -14,11 +14,11 @@ import numpy as np
 from configs import base
 from jaxrl.algorithms import registry
 from jaxrl.config import Config
-from jaxrl.envs.games.kuhn_poker_env import MOVES, KuhnPokerEnv
+from jaxrl.envs.games.kuhn_poker_env import CARDS, MOVES, KuhnPokerEnv
 from recipes.recipe import Panel
 from recipes.tasks import sums
 
-BETS = {'J': 0.7, 'Q': 0.5, 'K': 0.3}  # how often the poor player bets on a card
+BETS = (0.1, 0.25, 0.5)  # how often the timid player bets with J, Q and K
 PANELS = (
   Panel('eval/probe/exploitability', 'Exploitability'),
   Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
@@ -32,7 +32,7 @@ COLUMNS = {
 def lessons(
   split: str = 'train', *, size: int = 2000, seed: int = 0
 ) -> list[dict[str, Any]]:
-  """Generates the conversations of two poor players.
+  """Generates the conversations of two timid players.
 
   Args:
     split: Seeds the generator.
@@ -49,7 +49,7 @@ def lessons(
     players: tuple[list[dict[str, Any]], ...] = ([], [])
     done = False
     while not done:
-      card = observation[observation.index('card is ') + len('card is ')]
+      card = CARDS.index(observation[len('Your card is ')])
       move = MOVES['b' if rng.random() < BETS[card] else 'p']
       players[info['role']].extend(
         [
@@ -75,7 +75,7 @@ def get_config(algorithm: str = 'rae') -> Config:
   if registry.make(algorithm).data_format == 'messages':
     config.dataset.path = 'generate:recipes.tasks.poker:lessons()'
     config.dataset.limit = 2000
-    sums.set_up_base(config, num_steps=200)
+    sums.set_up_base(config, num_steps=300)
     return config
   sums.set_up_run(config, 'poker', num_steps=60, learning_rate=3e-4)
   config.env.probe = base.env_section(
