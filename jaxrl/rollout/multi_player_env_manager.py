@@ -147,11 +147,12 @@ class MultiPlayerEnvManager(EnvManager):
       env_id: The environment within the env group.
       **options: Options of `EnvManager`.
     """
-    assert context.players is not None, 'the context does not say who plays'
+    players = context.players
+    assert players is not None, 'the context does not say who plays'
     if context.rewards is not None:
       context = dataclasses.replace(context, rewards=PlayerRewards(context.rewards))
     super().__init__(context, group_id, env_id, **options)
-    self._players = context.players
+    self._players = players
 
   async def reset(self, lease: EpisodeLease) -> RolloutCache | None:
     """Draws the task, starts the environment, and lets opponents move who begin."""

@@ -80,7 +80,7 @@ class ModelOpponent:
 OPPONENTS = ComponentTable[Callable[..., Opponent]](
   'opponent',
   'env.TAG.opponent',
-  {'random': 'jaxrl.rollout.opponents:RandomOpponent'},
+  {'random': RandomOpponent},
 )
 
 
