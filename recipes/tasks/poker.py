@@ -1,6 +1,6 @@
 """Kuhn poker for a tiny model that was shown the games of timid players.
 
-The base learns from players who bet too rarely, whatever was bet before. Runs play both
+The base learns from players who bet too rarely, above all after a bet. Runs play both
 sides. An evaluation samples the policy's move at each of the twelve information sets,
 and computes how much a perfect player would win from it.
 
@@ -18,7 +18,8 @@ from jaxrl.envs.games.kuhn_poker_env import CARDS, MOVES, KuhnPokerEnv
 from recipes.recipe import Panel
 from recipes.tasks import sums
 
-BETS = (0.1, 0.25, 0.5)  # how often the timid player bets with J, Q and K
+# How often a timid player bets with J, Q and K: after a bet, and else.
+CALLS, OPENS = (0.05, 0.15, 0.4), (0.2, 0.4, 0.7)
 PANELS = (
   Panel('eval/probe/exploitability', 'Exploitability'),
   Panel('policy/entropy', 'Entropy of the policy, mean of 5 steps', window=5),
@@ -50,7 +51,8 @@ def lessons(
     done = False
     while not done:
       card = CARDS.index(observation[len('Your card is ')])
-      move = MOVES['b' if rng.random() < BETS[card] else 'p']
+      chances = CALLS if 'player bets' in observation else OPENS
+      move = MOVES['b' if rng.random() < chances[card] else 'p']
       players[info['role']].extend(
         [
           {'role': 'user', 'content': observation},
