@@ -29,6 +29,7 @@ from jaxrl.options import (
 )
 from jaxrl.rollout.env_manager import EpisodeOptions, SamplingOptions
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
+from jaxrl.rollout.opponents import OpponentOptions
 from jaxrl.rollout.queue.group_queue import QueueOptions
 from jaxrl.rollout.replay_env_manager import ReplayOptions
 from jaxrl.rollout.thread_pool import DEFAULT_NUM_THREADS
@@ -355,7 +356,7 @@ class TagDatasetOptions(Options):
 
 
 @dataclasses.dataclass(frozen=True)
-class EnvOptions(EpisodeOptions, ReplayOptions):
+class EnvOptions(EpisodeOptions, ReplayOptions, OpponentOptions):
   """One environment tag: what it plays, how, and which share of the groups."""
 
   env_type: str = option('', 'The environment: its short name or location.')
@@ -376,21 +377,7 @@ class EnvOptions(EpisodeOptions, ReplayOptions):
     choices=('auto', *ROW_FORMATS),
   )
   manager: ComponentCall | None = option(
-    None,
-    'A class of your own that plays the episodes in place of EnvManager, such as '
-    "'file.py:Class(option=1)'; '' for ours.",
-  )
-  opponent: ComponentCall | None = option(
-    None,
-    'Who plays the roles of an environment of several players that the policy does '
-    "not: a program, as 'random(replies=…)' or a class of your own, or a model, as "
-    "'model(checkpoint=…)'; '' lets the policy play them all.",
-  )
-  policy_role: int | None = option(
-    None,
-    'The role that the policy plays against an opponent, from 0; none for another one '
-    'from group to group.',
-    low=0,
+    None, "A class of your own in EnvManager's place, 'file.py:Class()'; '' for ours."
   )
 
   @property

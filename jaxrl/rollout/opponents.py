@@ -5,11 +5,30 @@ import uuid
 from collections.abc import Callable
 from typing import Any, Protocol
 
+from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import ComponentTable
 from jaxrl.data.seeds import fold_seed
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, Options, option
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.types import MAX_ROLES, Message
+
+
+@dataclasses.dataclass(frozen=True)
+class OpponentOptions(Options):
+  """Who plays the roles of an environment of several players."""
+
+  opponent: ComponentCall | None = option(
+    None,
+    'Who plays the roles of an environment of several players that the policy does '
+    "not: a program, as 'random(replies=…)' or a class of your own, or a model, as "
+    "'model(checkpoint=…)'; '' lets the policy play them all.",
+  )
+  policy_role: int | None = option(
+    None,
+    'The role that the policy plays against an opponent, from 0; none for another one '
+    'from group to group.',
+    low=0,
+  )
 
 
 class Opponent(Protocol):

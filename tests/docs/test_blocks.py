@@ -32,6 +32,7 @@ PAGES = {
   'docs/extending.md': 'tests/launch/test_extensions.py',
   'docs/index.md': 'tests/docs/test_pages.py',
   'docs/memory.md': 'tests/docs/test_pages.py',
+  'docs/self_play.md': 'tests/launch/test_self_play_docs.py',
   'docs/tutorial.md': 'tests/docs/test_pages.py',
 }
 # Single blocks, by their page and first line, and the tests that run them.
