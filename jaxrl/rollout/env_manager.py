@@ -32,11 +32,7 @@ from jaxrl.rollout.episodes.prompt_templates import PromptTemplates
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
 from jaxrl.rollout.queue.group_state import EpisodeLease, EpisodeQueue
-from jaxrl.rollout.thread_pool import (
-  CallTimeoutError,
-  ThreadPool,
-  Timeouts,
-)
+from jaxrl.rollout.thread_pool import CallTimeoutError, ThreadPool, Timeouts
 from jaxrl.types import (
   MAX_ROLES,
   Completion,

@@ -278,6 +278,11 @@ def _validate_replay(settings: RunSettings, tag: str) -> None:
         f'{where}: environment {env.env_type} is played by an agent of its own, whose '
         'turns nobody else can replay'
       )
+    if getattr(inner, 'num_players', 1) > 1:
+      raise ConfigError(
+        f'{where}: environment {env.env_type} has several players, whose games do not '
+        'come again: leave it out'
+      )
   from_rows = uses_dataset(env.env_type, env.env_config)
   if env.num_seeds and from_rows:
     raise ConfigError(

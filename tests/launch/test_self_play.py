@@ -179,6 +179,7 @@ REFUSED = {
   '--config.env.kuhn.opponent=random(reply="a")': "no option 'reply'",
   '--config.env.kuhn.opponent=model(url="http://127.0.0.1:1/v1")': "needs model='…'",
   '--config.env.kuhn.opponent=model(checkpoint="/none")': 'checkpoint=',
+  '--config.env.kuhn.num_seeds=3': 'has several players',
   '--config.env.kuhn.policy_role=1': 'the policy plays every role',
   '--config.env.kuhn.policy_role=-1': 'must be at least 0',
 }
