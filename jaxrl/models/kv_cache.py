@@ -322,6 +322,7 @@ def write(
   values: jax.Array,
   positions: jax.Array,
   wraps: bool = False,
+  slots: jax.Array | None = None,
 ) -> tuple[jax.Array, ...]:
   """Puts values at positions of one layer's keys or values.
 
@@ -331,13 +332,15 @@ def write(
     values: `[S, K, d]`.
     positions: `[S]` int32.
     wraps: Whether the chunks are a ring.
+    slots: `[S]` int32, the slot of each value; by default in their order.
 
   Returns:
     The chunks.
   """
   if wraps:
     positions = jnp.mod(positions, ring_length(chunks, name))
-  rows, start, out = jnp.arange(values.shape[0]), 0, []
+  rows = jnp.arange(values.shape[0]) if slots is None else slots
+  start, out = 0, []
   for chunk in chunks:
     size = chunk.shape[POSITION_AXIS[name]]
     at = positions - start

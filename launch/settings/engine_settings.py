@@ -9,6 +9,7 @@ from typing import Any
 
 from jaxrl.component_calls import ComponentCall
 from jaxrl.models.exact_mode import Exact, check_supported
+from jaxrl.models.kv_cache import keeps_prompts
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.options import ConfigError, defaults
 from jaxrl.rollout.engine import ENGINES
@@ -166,7 +167,8 @@ def check_model(settings: RunSettings, shape: ModelConfig) -> None:
 
   Raises:
     ConfigError: For router replay of a model without experts, exact log-probs of one
-      that has no exact mode, and sequences longer than those whose rotary positions are
+      that has no exact mode, drafted tokens or prompts in blocks of one whose cache
+      does not keep them, and sequences longer than those whose rotary positions are
       computed.
   """
   is_longrope = dict(shape.rope_scaling or ()).get('rope_type') == 'longrope'
@@ -180,12 +182,30 @@ def check_model(settings: RunSettings, shape: ModelConfig) -> None:
       f'{KEY}={settings.text("rollout.engine")}: router_replay needs a model '
       f'with experts, and this one, of family {shape.family}, has none'
     )
+  _check_cache_use(settings, shape)
   if settings.engine.exact is not None:
     try:
       check_supported(shape, settings.model.dtype)
     except ValueError as error:
       engine = settings.text('rollout.engine')
       raise ConfigError(f'{KEY}={engine}: {error}') from error
+
+
+def _check_cache_use(settings: RunSettings, shape: ModelConfig) -> None:
+  """Checks the options that need a cache which keeps what it has."""
+  engine, max_length = settings.engine, settings.batch.max_length
+  used = [n for n in ('draft_tokens', 'prompt_block') if engine.own_options.get(n)]
+  if engine.kind != 'jax' or not used:
+    return
+  from jaxrl.rollout.engine import prompt_blocks, speculative_decode  # few runs do
+
+  kept = keeps_prompts(shape, max_length, exact=engine.exact is not None)
+  modules = {'draft_tokens': speculative_decode, 'prompt_block': prompt_blocks}
+  for name in used:
+    place: Any = {'platform': 'cpu', 'devices': 1, 'keeps_prompts': kept}
+    if problem := modules[name].obstacle(shape, **place):
+      text = settings.text('rollout.engine')
+      raise ConfigError(f'{KEY}={text}: {name}: {problem}; leave it out')
 
 
 def _absolute_path(python: str) -> str:

@@ -2,8 +2,8 @@
 
 --json=FILE writes the figures too. --only=toy,losses picks parts of toy, losses,
 startup, weights, mismatch, gateway, rollouts, kernels, packing, view, tracing,
-tenants. Each part is a process of its own, with the malloc settings that the launcher
-applies by itself.
+tenants, decoding. Each part is a process of its own, with the malloc settings that the
+launcher applies by itself.
 """
 
 import argparse
@@ -20,7 +20,7 @@ SHARED = 2.0  # times faster, where prompts are shared, is aimed at
 TREES = 3.0  # likewise than the fastest flat rows, where turns and branches are
 PARTS = (
   *('toy', 'losses', 'startup', 'weights', 'mismatch', 'gateway', 'rollouts'),
-  *('kernels', 'packing', 'view', 'tracing', 'tenants'),
+  *('kernels', 'packing', 'view', 'tracing', 'tenants', 'decoding'),
 )
 FILTER_MS, PAGE_MS = 1000, 300  # are aimed at
 TENANTS_RATIO = 1.3  # of one tenant's step with as many rows, at most
@@ -347,6 +347,47 @@ def _tenants(figures: dict[str, float]) -> None:
   print(f'  at most {TENANTS_RATIO} of one: {verdict}')
 
 
+def _drafts(figures: dict[str, Any]) -> None:
+  if 'missing' in figures:
+    print(f'\nDrafted tokens: not measured: {figures["missing"]} is missing')
+    return
+  body = [
+    (
+      name,
+      f'{f["ratio"]:.2f}',
+      f'{f["lowest_ratio"]:.2f}, {f["highest_ratio"]:.2f}',
+      f'{f["tokens"] / f["steps_without"]:.2f}',
+      f'{f["tokens"] / f["steps"]:.2f}',
+      f'{f["drafted"]:.0f}',
+      f'{f["accepted"] / max(f["drafted"], 1):.0%}',
+    )
+    for name, f in figures.items()
+  ]
+  head = ('', 'time', 'lowest, highest', 'tokens a step', 'with', 'drafted', 'accepted')
+  title = 'Drafted tokens, of the time without: SmolLM2-135M, 8 slots, float32'
+  _rows(title, [head, *body])
+
+
+def _blocks(figures: dict[str, dict[str, float]]) -> None:
+  body = [
+    (
+      'whole prompts' if block == '0' else f'blocks of {block} tokens',
+      f'{f["ratio"]:.2f}',
+      f'{f["prefill_s"]:.2f}',
+      f'{f["prefilled"]:,.0f}',
+      f'{f["reused"]:,.0f}',
+    )
+    for block, f in figures.items()
+  ]
+  head = ('', 'time', 'prefill, s', 'computed', 'taken over')
+  _rows('Prompts of 8 sessions of 8 turns, 9.6 M parameters, float32', [head, *body])
+
+
+def _decoding(figures: dict[str, Any]) -> None:
+  _drafts(figures['drafts'])
+  _blocks(figures['blocks'])
+
+
 def main() -> None:
   parser = argparse.ArgumentParser(prog='tests.benchmarks', description=__doc__)
   parser.add_argument('--json', default='')
@@ -372,6 +413,7 @@ def main() -> None:
     'view': _view,
     'tracing': _tracing,
     'tenants': _tenants,
+    'decoding': _decoding,
   }
   results: dict[str, Any] = {'load_before': os.getloadavg()[0]}
   env = {**os.environ, **process_env.missing_variables(os.environ)}

@@ -114,6 +114,18 @@ def test_sequences_beyond_longrope_are_refused():
     check_model(resolve_settings(config_dict), shape.replace(max_position=63))
 
 
+@pytest.mark.parametrize('option', ['draft_tokens', 'prompt_block'])
+def test_options_of_a_cache_that_keeps_prompts_are_refused_without(option):
+  settings = resolve_settings(config(f'jax({option}=4)'))
+  check_model(settings, random_config())
+  kinds = ('full', (('window', 0),)), ('windowed', (('window', 9),))
+  shape = random_config(num_layers=2)
+  shape = shape.replace(layer_types=('windowed', 'full'), layer_kinds=kinds)
+  with pytest.raises(ConfigError, match=rf'jax\({option}=4\): {option}: .*windows'):
+    check_model(settings, shape)
+  check_model(resolve_settings(config(f'jax({option}=4, exact=True)')), shape)
+
+
 def test_the_jax_engine_takes_its_own_options():
   engine = resolve_settings(config('jax(prefill_tokens=64, decode_steps=2)')).engine
   kind, options = engine.kind, engine.options

@@ -21,6 +21,7 @@ def decode(
   positions: jax.Array,
   limit: jax.Array,
   rotations: dict[str, rope.Rotation] | None = None,
+  rows: Any = None,
 ) -> tuple[jax.Array, Cache]:
   """Computes what `TransformerLM.decode` returns.
 
@@ -32,6 +33,8 @@ def decode(
     positions: `[S]` int32.
     limit: A scalar.
     rotations: Those of the positions, where they are known before.
+    rows: The `DraftRows` or `BlockRows` that say which slots the tokens are of, for a
+      cache of chunks; None if there is one token of every slot, in order.
 
   Returns:
     Logits `[S, V]` float32 and the cache.
@@ -40,6 +43,7 @@ def decode(
   rotations = rotations or own_rotations
   layout, options = caches.layout_of(cache), model.kernel_options()
   del options['row_segments']
+  slots = None if rows is None else rows.slots
   new: dict[str, list] = {name: [()] * len(rows) for name, rows in cache.items()}
   # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
   weights = layer_stack.unstack(model.config, params)['layers']
@@ -65,21 +69,25 @@ def decode(
       for name, value in (('k', k), ('v', v)):
         if value is not None:
           write_args = cache[name][i], name, value, positions
-          new[name][i] = caches.write(*write_args, 'window' in rules)
+          wraps = 'window' in rules
+          new[name][i] = caches.write(*write_args, wraps, slots=slots)
       at = i if k is not None else model.config.layer(i).kv_layer
       chunks = new['k'][at], new['v'][at]
-      if model.exact is None:
+      if rows is not None:
+        out = rows.attend(q, *chunks, limit, exact=model.exact is not None, **rules)
+      elif model.exact is None:
         # On a GPU, the host would wait to know whether to skip a chunk.
         cut = None if platform_of(model.platform) == 'gpu' else limit
         out = decode_attention(q, *chunks, positions, cut, **rules)
       else:
-        rows = q[:, None], *chunks, positions[:, None], limit
-        out = exact_mode.attend(*rows, **rules)[:, 0]
+        single = q[:, None], *chunks, positions[:, None], limit
+        out = exact_mode.attend(*single, **rules)[:, 0]
       return out.astype(q.dtype), None
 
     extra = None if extras is None else extras[:, i]
     x, (_, chosen) = model.run_layer(block, x, rotations, attend, extra)
     if model.router_replay:
-      new['e'][i] = caches.write(cache['e'][i], 'e', chosen[:, None], positions)
+      chosen = chosen[:, None]
+      new['e'][i] = caches.write(cache['e'][i], 'e', chosen, positions, slots=slots)
   cache = {name: tuple(parts) for name, parts in new.items()}
   return model.last_logits(params, x), cache

@@ -153,6 +153,34 @@ class EngineRequest:
       self.future.set_exception(error)
 
 
+@dataclasses.dataclass
+class DecodeResult:
+  """A decode dispatch that is in flight or, after `_collect_decode`, on the host.
+
+  Attributes:
+    owners: The request in each slot.
+    weights_version: The version that drew the tokens.
+    tokens: `[D, S]` int32, −1 where a slot was idle. Where tokens are drafted, the
+      first axis is longer, and each slot's tokens lie at its start.
+    logprobs: `[D, S]` float32.
+    routed_experts: `[D, S, L, k]` int16; None if they are not recorded.
+    prompt_experts: Requests that started with the dispatch, with the experts taken by
+      the tokens in their slots, `[C, L, k]`.
+    dispatch_time: When it started, on `time.perf_counter`.
+    draft_counts: `[3, S]` int32, steps, drafted tokens and accepted ones of each slot;
+      None if tokens are not drafted.
+  """
+
+  owners: list[EngineRequest | None]
+  weights_version: int
+  tokens: Any
+  logprobs: Any
+  routed_experts: Any
+  prompt_experts: list[tuple[EngineRequest, Any]]
+  dispatch_time: float
+  draft_counts: Any = None
+
+
 class EngineBase:
   """Base class of engines: validates, deduplicates and tracks requests by id.
 
@@ -455,15 +483,20 @@ class EngineStats:
     num_decode_steps: Decode steps in which any slot was busy.
     num_prefilled: Prompt tokens computed.
     num_reused: Prompt tokens that were cached already.
+    num_slot_steps: Decode steps of all slots together in which they were busy.
+    num_dispatches: Decode dispatches.
+    num_drafted: Drafted tokens that were checked.
+    num_accepted: Those of them that were drawn.
   """
 
-  def __init__(self, num_slots: int):
+  def __init__(self, num_slots: int, *, drafts: bool = False):
     """Initializes all counts with zero.
 
     Args:
       num_slots: How many requests can be decoded at the same time.
+      drafts: Whether the engine drafts tokens, and `report` says so.
     """
-    self._num_slots = num_slots
+    self._num_slots, self._drafts = num_slots, drafts
     self._last_result_time = 0.0
     self._clear()
 
@@ -474,6 +507,10 @@ class EngineStats:
     self.num_decode_steps = 0
     self.num_prefilled = 0
     self.num_reused = 0
+    self.num_slot_steps = 0
+    self.num_dispatches = 0
+    self.num_drafted = 0
+    self.num_accepted = 0
 
   def record_prefill(self, start_time: float) -> None:
     """Counts prompts that have just been computed.
@@ -485,21 +522,36 @@ class EngineStats:
     self.prefill_seconds += now - start_time
     spans.record('engine', 'prefill', 'prefill', start_time, now)
 
-  def record_decode(self, tokens: np.ndarray, dispatch_time: float) -> None:
+  def record_decode(
+    self,
+    tokens: np.ndarray,
+    dispatch_time: float,
+    draft_counts: np.ndarray | None = None,
+  ) -> None:
     """Counts a dispatch whose results have just arrived.
 
     Args:
       tokens: `[D, S]` int32, the tokens of D steps; −1 where a slot was idle.
       dispatch_time: When the dispatch began, on `time.perf_counter`.
+      draft_counts: `[3, S]` int32, steps, drafted tokens and accepted ones of each
+        slot; None if tokens are not drafted.
     """
     now = time.perf_counter()
     start_time = max(dispatch_time, self._last_result_time)
     self.decode_seconds += now - start_time
     self._last_result_time = now
     spans.record('engine', 'decode', 'decode', start_time, now)
-    is_busy = tokens >= 0
-    self.num_generated += int(is_busy.sum())
-    self.num_decode_steps += int(is_busy.any(axis=1).sum())
+    num_drawn = (tokens >= 0).sum(axis=0)
+    steps, num_drafted, num_accepted = num_drawn, 0, 0
+    if draft_counts is not None:
+      steps, drafted, accepted = draft_counts
+      num_drafted, num_accepted = int(drafted.sum()), int(accepted.sum())
+    self.num_generated += int(num_drawn.sum())
+    self.num_slot_steps += int(steps.sum())
+    self.num_decode_steps += int(steps.max(initial=0))  # idle slots stay idle
+    self.num_dispatches += 1
+    self.num_drafted += num_drafted
+    self.num_accepted += num_accepted
 
   def report(self) -> dict[str, float]:
     """Returns the metrics since the last report, by name, and resets them."""
@@ -515,7 +567,14 @@ class EngineStats:
       'time/prefill': self.prefill_seconds,
       'time/decode': self.decode_seconds,
       'rollout/decode_steps': self.num_decode_steps,
-      'rollout/busy_slots': self.num_generated / max_tokens,
+      'rollout/busy_slots': self.num_slot_steps / max_tokens,
     }
+    if self._drafts:
+      per_dispatch = self.num_generated / max(self.num_dispatches, 1)
+      metrics |= {
+        'tokens/drafted': self.num_drafted,
+        'tokens/accepted': self.num_accepted,
+        'rollout/tokens_per_dispatch': per_dispatch,
+      }
     self._clear()
     return {name: float(value) for name, value in metrics.items()}

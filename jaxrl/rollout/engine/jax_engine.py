@@ -31,47 +31,27 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, option_ranges
 from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.engine_base import (
+  DecodeResult,
   EngineBase,
   EngineRequest,
   EngineStats,
   EngineTraits,
   find_stop_string,
 )
-from jaxrl.rollout.engine.model_runner import default_buckets, slot_update
+from jaxrl.rollout.engine.model_runner import default_buckets
 from jaxrl.rollout.engine.scheduler import Scheduler, SchedulerOutput
-from jaxrl.rollout.engine.threaded_decode import make_model_runner
+from jaxrl.rollout.engine.threaded_decode import check_cache_use, make_model_runner
 from jaxrl.types import Params, SamplingParams
 
 if TYPE_CHECKING:
   from kernels.block_rounding import BlockFormat
 
 
-@dataclasses.dataclass
-class DecodeResult:
-  """A decode dispatch that is in flight or, after `_collect_decode`, on the host.
-
-  Attributes:
-    owners: The request in each slot.
-    weights_version: The version that drew the tokens.
-    tokens: `[D, S]` int32, −1 where a slot was idle.
-    logprobs: `[D, S]` float32.
-    routed_experts: `[D, S, L, k]` int16; None if they are not recorded.
-    prompt_experts: Requests that started with the dispatch, with the experts taken by
-      the tokens in their slots, `[C, L, k]`.
-    dispatch_time: When it started, on `time.perf_counter`.
-  """
-
-  owners: list[EngineRequest | None]
-  weights_version: int
-  tokens: Any
-  logprobs: Any
-  routed_experts: Any
-  prompt_experts: list[tuple[EngineRequest, Any]]
-  dispatch_time: float
-
-
 @option_ranges(
   decode_threads=NOT_NEGATIVE,
+  draft_tokens=NOT_NEGATIVE,
+  draft_match=AT_LEAST_ONE,
+  prompt_block=NOT_NEGATIVE,
   decode_steps=AT_LEAST_ONE,
   prefill_tokens=AT_LEAST_ONE,
   max_stop_ids=AT_LEAST_ONE,
@@ -111,6 +91,14 @@ class JaxEngine(EngineBase):
       matrices of attention, MLPs and experts in 8 bits, on any device, and decode them
       in front of each product. '' is the model's type.
     weights_block: Inputs that share the scale of 8-bit weights, at most.
+    draft_tokens: Most tokens that a step guesses of a request and checks in the rows of
+      idle slots; tokens and log-probs stay the same, bit for bit. 0 guesses none.
+    draft_match: How many of the last tokens must have occurred before in the request's
+      prompt or reply, for the tokens that followed then to be guessed.
+    prompt_block: Tokens of the blocks that prompts are computed in. A prompt then takes
+      over the blocks that it shares with the beginning of any prompt in the cache, as
+      the turns of a session, branches and samples that part late do. Bits depend on it.
+      0 computes prompts whole and shares equal ones alone.
     sharding: Where weights and cache lie; by default the first device.
 
   Raises:
@@ -137,6 +125,9 @@ class JaxEngine(EngineBase):
     router_replay: bool = False,
     weights_dtype: Literal['', 'bfloat16', 'int8', 'float8_e4m3fn'] = '',
     weights_block: int = 128,
+    draft_tokens: int = 0,
+    draft_match: int = 3,
+    prompt_block: int = 0,
     sharding: jax.sharding.Sharding | None = None,
   ):
     super().__init__(
@@ -159,6 +150,12 @@ class JaxEngine(EngineBase):
       )
     if fits and 'bfloat16' in (weights_dtype, model.dtype):
       model = dataclasses.replace(model, weights_dtype='bfloat16')
+    has_prompts = keeps_prompts(model.config, max_length, exact=exact)
+    drafting = check_cache_use(
+      *(model, draft_tokens, draft_match, prompt_block),
+      devices=sharding.num_devices,
+      keeps_prompts=has_prompts,
+    )
     self._model_runner: Any = self.make_runner(  # has the methods of a ModelRunner
       model,
       decode_threads=decode_threads,
@@ -170,6 +167,8 @@ class JaxEngine(EngineBase):
       max_stop_ids=max_stop_ids,
       sharding=sharding,
       weights_format=weights_format,
+      drafting=drafting,
+      prompt_block=prompt_block,
     )
     if model.config.vision is not None:
       from jaxrl.models.vision.patch_processor import PatchProcessor  # few models do
@@ -179,9 +178,10 @@ class JaxEngine(EngineBase):
     self._scheduler = Scheduler(
       max_num_seqs,
       self._model_runner.num_partitions,
-      keeps_prompts=keeps_prompts(model.config, max_length, exact=exact),
+      keeps_prompts=has_prompts,
+      prompt_block=prompt_block,
     )
-    self._stats = EngineStats(max_num_seqs)
+    self._stats = EngineStats(max_num_seqs, drafts=drafting is not None)
     self._weights: tuple[int, Params] | None = None
     self._is_paused = False
     self._admits_requests = True
@@ -372,7 +372,7 @@ class JaxEngine(EngineBase):
     """Starts the scheduled requests and a decode dispatch. Device thread only."""
     runner = self._model_runner
     cache, slots = self._state if self._state is not None else runner.init_state()
-    if scheduled.prefill or scheduled.copies:
+    if scheduled.prefill or scheduled.copies or scheduled.staged:
       jax.block_until_ready(cache)
       start = time.perf_counter()
       images: tuple[Any, ...] = ()
@@ -380,11 +380,11 @@ class JaxEngine(EngineBase):
         images = scheduled.images, scheduled.weights_version
       cache = runner.prefill(params, cache, scheduled.prefill, *images)
       cache = runner.copy_prompts(cache, scheduled.copies)
+      if scheduled.staged:
+        cache = runner.prefill_staged(params, cache, scheduled.staged)
       jax.block_until_ready(cache)
       self._stats.record_prefill(start)
-    sizes = runner.num_slots, runner.max_stop_ids
-    sees_images = self._processor is not None
-    if update := slot_update(scheduled, *sizes, sees_images=sees_images):
+    if update := scheduled.slot_update(runner.idle_slots):
       slots = runner.update_slots(slots, *update)
     prompt_experts = [
       (request, runner.routed_experts(cache, slot))
@@ -395,7 +395,8 @@ class JaxEngine(EngineBase):
     needs = token_sampling.needs_of(
       request.sampling for request in scheduled.owners if request is not None
     )
-    cache, slots, tokens, logprobs, routed = runner.decode(params, cache, slots, needs)
+    cache, slots, *drawn = runner.decode(params, cache, slots, needs)
+    tokens, logprobs, routed, draft_counts = drawn
     self._state = cache, slots
     runner.log_recompiles(f'version {scheduled.weights_version}')
     return DecodeResult(
@@ -406,6 +407,7 @@ class JaxEngine(EngineBase):
       routed_experts=routed,
       prompt_experts=prompt_experts,
       dispatch_time=dispatch_time,
+      draft_counts=draft_counts,
     )
 
   def _collect_decode(self, result: DecodeResult) -> DecodeResult:
@@ -416,7 +418,8 @@ class JaxEngine(EngineBase):
     if result.routed_experts is not None:
       for request, experts in result.prompt_experts:
         request.routed_pieces = [np.asarray(experts)[: len(request.prompt) - 1]]
-    self._stats.record_decode(result.tokens, result.dispatch_time)
+    result.draft_counts = _to_host(result.draft_counts)
+    self._stats.record_decode(result.tokens, result.dispatch_time, result.draft_counts)
     return result
 
   def _process_results(self, results: list[DecodeResult]) -> None:

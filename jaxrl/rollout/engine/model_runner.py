@@ -26,7 +26,6 @@ from jaxrl.models.lora import is_transfer, merge_transfer
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.engine_base import EngineRequest
-from jaxrl.rollout.engine.scheduler import SchedulerOutput
 from jaxrl.types import Array, Params
 from kernels.dispatch import platform_of
 
@@ -55,6 +54,7 @@ class SlotState:
     stop_ids: `[S, K]` int32 stop token ids, padded with −1.
     position_shift: `[S]` int32, what a token's position differs by from its index; None
       for a model that sees no images.
+    drafts: What drafts are made from, a `DraftState`; None if there are none.
   """
 
   tokens: Any
@@ -67,10 +67,16 @@ class SlotState:
   keys: Any
   stop_ids: Any
   position_shift: Any = None
+  drafts: Any = None
 
   @classmethod
   def idle(
-    cls, num_slots: int, num_stop_ids: int, *, sees_images: bool = False
+    cls,
+    num_slots: int,
+    num_stop_ids: int,
+    *,
+    sees_images: bool = False,
+    drafts: Any = None,
   ) -> 'SlotState':
     """Makes a numpy state in which every slot is idle.
 
@@ -78,6 +84,7 @@ class SlotState:
       num_slots: The number of slots S.
       num_stop_ids: Most stop token ids of a request, K.
       sees_images: Whether the model does.
+      drafts: The idle `DraftState`, if there are drafts.
     """
     return cls(
       tokens=np.zeros(num_slots, np.int32),
@@ -90,6 +97,7 @@ class SlotState:
       keys=np.zeros((num_slots, 2), np.uint32),
       stop_ids=np.full((num_slots, num_stop_ids), token_sampling.NO_TOKEN, np.int32),
       position_shift=np.zeros(num_slots, np.int32) if sees_images else None,
+      drafts=drafts,
     )
 
   def select(self, slots: slice) -> 'SlotState':
@@ -115,36 +123,8 @@ class SlotState:
     self.stop_ids[slot, : len(sampling.stop_token_ids)] = sampling.stop_token_ids
     if self.position_shift is not None:
       self.position_shift[slot] = request.position_shift
-
-
-def slot_update(
-  scheduled: SchedulerOutput,
-  num_slots: int,
-  num_stop_ids: int,
-  *,
-  sees_images: bool = False,
-) -> tuple[np.ndarray, SlotState] | None:
-  """Collects which slots a dispatch overwrites: those assigned and those freed.
-
-  Args:
-    scheduled: The dispatch.
-    num_slots: The number of slots S.
-    num_stop_ids: Most stop token ids of a request, K.
-    sees_images: Whether the model does.
-
-  Returns:
-    `[S]` bool, True for the slots to overwrite, and their new state; None if there are
-    no such slots.
-  """
-  if not scheduled.assignments and not scheduled.freed_slots:
-    return None
-  is_updated = np.zeros(num_slots, bool)
-  is_updated[list(scheduled.freed_slots)] = True
-  new_state = SlotState.idle(num_slots, num_stop_ids, sees_images=sees_images)
-  for slot, request in scheduled.assignments:
-    is_updated[slot] = True
-    new_state.assign(slot, request)
-  return is_updated, new_state
+    if self.drafts is not None:
+      self.drafts.history[slot, : len(request.prompt)] = request.prompt
 
 
 class ModelRunner:
@@ -172,6 +152,8 @@ class ModelRunner:
     max_stop_ids: int,
     sharding: jax.sharding.Sharding,
     weights_format: 'BlockFormat | None' = None,
+    drafting: Any = None,
+    prompt_block: int = 0,
   ):
     """Creates the programs; they are compiled when they are first used.
 
@@ -187,6 +169,8 @@ class ModelRunner:
       max_stop_ids: Most stop token ids of a request.
       sharding: Where weights and cache lie.
       weights_format: How matrices are kept in 8 bits; None keeps their type.
+      drafting: How tokens are drafted, a `Drafting`; None drafts none.
+      prompt_block: Tokens of a block of `prefill_staged`; 0 if prompts are whole.
 
     Raises:
       ValueError: If a bucket is longer than the context.
@@ -201,6 +185,7 @@ class ModelRunner:
     self.max_stop_ids = max_stop_ids
     self._max_length = max_length
     self._sharding = sharding
+    self._drafting = drafting
     self.prompt_buckets = {
       bucket: min(num_slots, -(-prefill_tokens // bucket))
       for bucket in sorted(prompt_buckets)
@@ -218,7 +203,22 @@ class ModelRunner:
       )
       for need in needs
     }
+    if drafting is not None:
+      from jaxrl.rollout.engine import speculative_decode  # most engines draft nothing
+
+      program = partial(
+        speculative_decode.decode_with_drafts, model, decode_steps, drafting
+      )
+      self._decode = {token_sampling.ANY: jax.jit(program, donate_argnums=(1, 2))}
     self._prefill = jax.jit(partial(prefill_slots, model), donate_argnums=1)
+    self._blocks: Any = None
+    if prompt_block:
+      from jaxrl.rollout.engine.prompt_blocks import (
+        BlockPrefill,
+      )  # most have whole ones
+
+      rows = min(num_slots, -(-prefill_tokens // prompt_block))
+      self._blocks = BlockPrefill(model, prompt_block, rows, num_slots)
     self._copy = jax.jit(partial(model.copy), donate_argnums=0)
     self._update = jax.jit(partial(_update_slots), donate_argnums=0)
     self._experts = jax.jit(partial(caches.experts_of))
@@ -242,18 +242,25 @@ class ModelRunner:
       self._copy,
       self._update,
       self._experts,
+      *([self._blocks.program] if self._blocks else []),
     )
     return sum(program._cache_size() for program in jitted)  # pyright: ignore
 
   def init_state(self) -> tuple[Cache, SlotState]:
     """Returns an empty cache and idle slots, on the device."""
-    slots = self._idle_slots()
+    slots = self.idle_slots()
     cache = self.model.init_cache(self.num_slots, self._max_length)
     return jax.device_put((cache, slots), self._sharding)
 
-  def _idle_slots(self) -> SlotState:
-    sees_images = self._image_features is not None
-    return SlotState.idle(self.num_slots, self.max_stop_ids, sees_images=sees_images)
+  def idle_slots(self) -> SlotState:
+    """Makes a numpy state in which every slot is idle."""
+    drafts = None
+    if self._drafting is not None:
+      from jaxrl.rollout.engine.speculative_decode import DraftState
+
+      drafts = DraftState.idle(self.num_slots, self._max_length)
+    options: Any = {'sees_images': self._image_features is not None, 'drafts': drafts}
+    return SlotState.idle(self.num_slots, self.max_stop_ids, **options)
 
   def prepare_params(self, params: Params) -> Params:
     """Moves weights to the engine's device, in the layout that decode reads fastest.
@@ -274,12 +281,14 @@ class ModelRunner:
       params: What `prepare_params` returned.
     """
     cache, slots = self.init_state()
-    for bucket in self.prompt_buckets:
+    if self._blocks:
+      cache = self._blocks.warmup(params, cache)
+    for bucket in () if self._blocks else self.prompt_buckets:
       cache = self.prefill(params, cache, [(0, np.zeros(bucket + 1, np.int32))])
     cache = self.copy_prompts(cache, [(0, 0, 2)])
     self.routed_experts(cache, 0)
     none_updated = np.zeros(self.num_slots, bool)
-    idle = self._idle_slots()
+    idle = self.idle_slots()
     slots = self.update_slots(slots, none_updated, idle)
     for needs in self._decode:
       cache, slots, *_ = self.decode(params, cache, slots, needs)
@@ -355,6 +364,12 @@ class ModelRunner:
           cache = self._prefill(params, cache, *inputs)
     return cache
 
+  def prefill_staged(
+    self, params: Params, cache: Cache, staged: Sequence[Sequence[Any]]
+  ) -> Cache:
+    """Computes prompts in blocks; see `BlockPrefill.run`."""
+    return self._blocks.run(params, cache, staged, self.copy_prompts)
+
   def copy_prompts(self, cache: Cache, copies: Sequence[tuple[int, int, int]]) -> Cache:
     """Copies cached prompts from slot to slot.
 
@@ -413,7 +428,7 @@ class ModelRunner:
     cache: Cache,
     slots: SlotState,
     needs: str = token_sampling.TRUNCATED,
-  ) -> tuple[Cache, SlotState, Array, Array, Array | None]:
+  ) -> tuple[Cache, SlotState, Array, Array, Array | None, Array | None]:
     """Starts drawing up to D tokens for every busy slot; does not wait for them.
 
     Args:
@@ -425,8 +440,9 @@ class ModelRunner:
 
     Returns:
       The updated cache and slots, tokens `[D, S]` int32 (−1 where a slot was idle),
-      logprobs `[D, S]` float32, and the experts that the tokens fed took,
-      `[D, S, L, k]` int16, or None if the cache does not record them.
+      logprobs `[D, S]` float32, the experts that the tokens fed took, `[D, S, L, k]`
+      int16, or None if the cache does not record them, and None; or, where tokens are
+      drafted, `[3, S]` int32: steps, drafted tokens and accepted ones of each slot.
     """
     needs = needs if self._is_static else token_sampling.ANY
     return self._decode[needs](params, cache, slots)
@@ -508,7 +524,7 @@ def decode_slots(
   params: Params,
   cache: Cache,
   slots: SlotState,
-) -> tuple[Cache, SlotState, Array, Array, Array | None]:
+) -> tuple[Cache, SlotState, Array, Array, Array | None, None]:
   """Decodes until `num_steps` steps are done or, if `needs` is ANY, no slot is busy.
 
   Args:
@@ -546,7 +562,7 @@ def decode_slots(
     logits, cache = model.decode(
       params, cache, slots.tokens, positions, limit, step_rotations
     )
-    drawn, drawn_logprobs = _draw_tokens(model, needs, logits, slots)
+    drawn, drawn_logprobs = token_sampling.draw_tokens(model, needs, logits, slots)
     has_stopped = jnp.any(drawn[:, None] == slots.stop_ids, axis=-1)
     remaining = jnp.where(has_stopped, 0, slots.remaining - 1)
     slots = dataclasses.replace(
@@ -570,22 +586,4 @@ def decode_slots(
   routed = (
     caches.experts_from(cache, start_positions, num_steps) if 'e' in cache else None
   )
-  return cache, slots, tokens, logprobs, routed
-
-
-def _draw_tokens(model: TransformerLM, needs: str, logits: Array, slots: SlotState):
-  """Draws a token for each slot; in exact mode with the learner's log-probs."""
-  drawn, logprobs = token_sampling.sample_tokens(
-    logits,
-    slots.keys,
-    slots.token_indices,
-    slots.temperature,
-    slots.top_p,
-    slots.top_k,
-    needs=needs,
-  )
-  if model.exact is not None:
-    is_untruncated = (slots.top_p >= 1) & (slots.top_k <= 0)
-    exact_logprobs = model.exact.logprobs(logits, drawn, slots.temperature)
-    logprobs = jnp.where(is_untruncated, exact_logprobs, logprobs)
-  return drawn, logprobs
+  return cache, slots, tokens, logprobs, routed, None

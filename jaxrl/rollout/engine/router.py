@@ -13,6 +13,8 @@ from jaxrl.rollout.engine.load_balancer import LoadBalancer, RoutedRequest
 from jaxrl.types import Completion, SamplingParams
 
 COOLDOWN_S = 5.0  # before a failed engine is tried again, unless it is replaced
+# Metrics that several engines have a mean of, beside times; others are summed.
+MEAN_METRICS = {'rollout/busy_slots', 'rollout/tokens_per_dispatch'}
 POLL_TIMEOUT_S = 10.0  # for an answer that no request depends on
 
 
@@ -305,7 +307,7 @@ class EngineRouter:
     self._counts.clear()
     for name in {name for report in reports for name in report}:
       values = [report[name] for report in reports if name in report]
-      is_mean = name.startswith('time/') or name == 'rollout/busy_slots'
+      is_mean = name.startswith('time/') or name in MEAN_METRICS
       totals[name] = sum(values) / (len(values) if is_mean else 1)
     return totals
 

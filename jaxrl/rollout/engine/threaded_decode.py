@@ -8,6 +8,7 @@ partition, and `make_model_runner` returns a plain `ModelRunner`.
 """
 
 import concurrent.futures
+import dataclasses
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -137,6 +138,42 @@ def decode_threads_error(
   return ''
 
 
+def check_cache_use(
+  model: TransformerLM,
+  draft_tokens: int,
+  draft_match: int,
+  prompt_block: int,
+  **engine: Any,
+) -> Any:
+  """Checks that an engine can draft tokens, and compute prompts in blocks, if it does.
+
+  Args:
+    model: The model, with its platform.
+    draft_tokens: As for `JaxEngine`.
+    draft_match: As there.
+    prompt_block: As there.
+    **engine: Its `devices` and `keeps_prompts`; see `speculative_decode.obstacle`.
+
+  Returns:
+    The `Drafting`; None if it drafts nothing.
+
+  Raises:
+    ValueError: If it cannot.
+  """
+  place: Any = {'platform': model.platform, **engine}
+  if prompt_block:
+    from jaxrl.rollout.engine import prompt_blocks  # most compute prompts whole
+
+    prompt_blocks.check(prompt_block, model.config, **place)
+  if not draft_tokens:
+    return None
+  from jaxrl.rollout.engine import speculative_decode  # most draft nothing
+
+  drafting = speculative_decode.Drafting(draft_tokens, draft_match)
+  drafting.check(model.config, **place)
+  return drafting
+
+
 class ThreadedDecoder:
   """Runs one `ModelRunner`'s programs on several partitions, a thread for each.
 
@@ -177,6 +214,11 @@ class ThreadedDecoder:
     states = [self.partition_runner.init_state() for _ in range(self.num_partitions)]
     return [cache for cache, _ in states], [slots for _, slots in states]
 
+  def idle_slots(self) -> SlotState:
+    """Makes a numpy state in which every slot of all partitions is idle."""
+    idle = self.partition_runner.idle_slots()
+    return jax.tree.map(lambda x: np.concatenate([x] * self.num_partitions), idle)
+
   def prepare_params(self, params: Params) -> Params:
     """Prepares weights as `ModelRunner.prepare_params` does."""
     return self.partition_runner.prepare_params(params)
@@ -201,6 +243,22 @@ class ThreadedDecoder:
       partition, local_slot = self._locate(slot)
       by_partition[partition].append((local_slot, prompt))
     prefill = self.partition_runner.prefill
+    return self._run_in_threads(lambda i: prefill(params, caches[i], by_partition[i]))
+
+  def prefill_staged(
+    self, params: Params, caches: list[Cache], staged: Sequence[Sequence[Any]]
+  ) -> list[Cache]:
+    """Computes prompts in blocks; see `BlockPrefill.run`."""
+    by_partition: list[list[list[Any]]] = self._empty_lists()
+    for stage in staged:
+      for stages in by_partition:
+        stages.append([])
+      for one in stage:
+        partition, slot = self._locate(one.slot)
+        source = None if one.source is None else self._locate(one.source)[1]
+        local = dataclasses.replace(one, slot=slot, source=source)
+        by_partition[partition][-1].append(local)
+    prefill = self.partition_runner.prefill_staged
     return self._run_in_threads(lambda i: prefill(params, caches[i], by_partition[i]))
 
   def copy_prompts(
@@ -248,15 +306,14 @@ class ThreadedDecoder:
     caches: list[Cache],
     slots: list[SlotState],
     needs: str = token_sampling.TRUNCATED,
-  ) -> tuple[list[Cache], list[SlotState], list[Array], list[Array], list[Any]]:
+  ) -> tuple[list[Any], ...]:
     """Starts decoding in every partition; see `ModelRunner.decode`.
 
     Does not wait for the end: a train step that starts meanwhile shares the cores.
     """
     decode = self.partition_runner.decode
     results = self._run_in_threads(lambda i: decode(params, caches[i], slots[i], needs))
-    caches, slots, tokens, logprobs, routed = map(list, zip(*results, strict=True))
-    return caches, slots, tokens, logprobs, routed
+    return tuple(map(list, zip(*results, strict=True)))
 
   def _empty_lists(self) -> list[list[Any]]:
     return [[] for _ in range(self.num_partitions)]

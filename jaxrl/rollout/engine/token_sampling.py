@@ -10,6 +10,7 @@ second level keeps rare tokens of rare blocks from being rounded away.
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -92,6 +93,36 @@ def sample_tokens(
   tokens = jnp.clip(tokens, 0, logits.shape[1] - 1)
   chosen = jnp.take_along_axis(scaled, tokens[:, None], axis=-1)[:, 0]
   return tokens, chosen - max_logit - jnp.log(jnp.sum(block_weights, axis=-1))
+
+
+def draw_tokens(
+  model: Any, needs: str, logits: Array, slots: Any
+) -> tuple[Array, Array]:
+  """Draws a token for each slot; in exact mode with the learner's log-probs.
+
+  Args:
+    model: The `TransformerLM`.
+    needs: What sampling needs; see above.
+    logits: `[S, V]` float32.
+    slots: The `SlotState`.
+
+  Returns:
+    Tokens `[S]` int32 and their log-probs `[S]` float32.
+  """
+  drawn, logprobs = sample_tokens(
+    logits,
+    slots.keys,
+    slots.token_indices,
+    slots.temperature,
+    slots.top_p,
+    slots.top_k,
+    needs=needs,
+  )
+  if model.exact is not None:
+    is_untruncated = (slots.top_p >= 1) & (slots.top_k <= 0)
+    exact_logprobs = model.exact.logprobs(logits, drawn, slots.temperature)
+    logprobs = jnp.where(is_untruncated, exact_logprobs, logprobs)
+  return drawn, logprobs
 
 
 def _thresholds(

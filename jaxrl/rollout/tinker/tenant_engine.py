@@ -64,6 +64,8 @@ class TenantModelRunner(ModelRunner):
     *,
     num_adapters: int,
     decode_threads: int,
+    drafting: Any = None,
+    prompt_block: int = 0,
     **options: Any,
   ):
     """Creates the programs.
@@ -72,9 +74,24 @@ class TenantModelRunner(ModelRunner):
       model: The model.
       num_adapters: Places for adapters.
       decode_threads: Not read: there is one.
+      drafting: None; a row of a drafted token would need its own slot's adapters.
+      prompt_block: 0, likewise.
       **options: As for `ModelRunner`.
+
+    Raises:
+      ValueError: If tokens are to be drafted, or prompts computed in blocks.
     """
     del decode_threads
+    if prompt_block:
+      raise ValueError(
+        f'prompt_block={prompt_block}: an engine whose requests have adapters of their '
+        'own computes prompts whole; leave prompt_block at 0'
+      )
+    if drafting is not None:
+      raise ValueError(
+        f'draft_tokens={drafting.tokens}: an engine whose requests have adapters of '
+        'their own drafts no tokens; leave draft_tokens at 0'
+      )
     super().__init__(model, **options)
     self.num_adapters = num_adapters
     self.adapter_of_slot = np.full(self.num_slots, num_adapters, np.int32)
