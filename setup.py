@@ -95,6 +95,7 @@ EXTRAS = {
   ],
   'gpu': ['jax[cuda13]'],
   'odps': ['pyodps'],
+  'postgres': ['psycopg[binary]', 'sqlalchemy>=2'],
   'prometheus': ['prometheus-client'],
   'serve': ['aiohttp>=3.14', 'msgspec>=0.19'],
   'store': ['sqlalchemy>=2'],

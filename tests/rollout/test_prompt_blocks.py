@@ -91,6 +91,7 @@ async def test_a_session_s_turn_computes_what_is_new():
     slow(CONFIG, {'exact': True}),
     slow(CONFIG, {'decode_threads': 2}),
     slow(CONFIG, {'weights_dtype': 'bfloat16'}),
+    slow(CONFIG, {'weights_dtype': 'int8', 'weights_block': 8}),
     slow(CONFIG.replace(**EXPERTS), {'router_replay': True}),
     slow(CONFIG, {'draft_tokens': 2}),
   ],

@@ -104,6 +104,7 @@ def same(one, other):
         (CONFIG, {'exact': True}),
         (CONFIG, {'decode_threads': 2}),
         (CONFIG, {'weights_dtype': 'bfloat16'}),
+        (CONFIG, {'weights_dtype': 'int8', 'weights_block': 8}),
         (CONFIG.replace(**EXPERTS), {'router_replay': True}),
       )
     ),

@@ -157,7 +157,11 @@ def distance(own, expected):
 
 @pytest.mark.parametrize('name', tenant_losses.LOSSES)
 def test_gradients_equal_those_of_our_own_functions(learner, tenants, name):
-  """Those in float64: in float32 ours round more than the server's, up to 4e-6."""
+  """Those in float64: in float32 ours round more than the server's, up to 4e-6.
+
+  What the server rounds depends on the processor: at most 6.1e-7 on one with AVX-512,
+  1.06e-6 on one without. The next test has it compute in float64.
+  """
   tenant, data = tenants[0], row(5, loss=name)
   learner.discard_gradients(tenant)
   ((logprobs, loss),) = learner.run([(tenant, data)], backward=True)
@@ -170,7 +174,7 @@ def test_gradients_equal_those_of_our_own_functions(learner, tenants, name):
   np.testing.assert_allclose(loss, expected_loss, rtol=1e-5)
   np.testing.assert_allclose(logprobs[:, 0], expected_logprobs, atol=1e-5)
   assert jax.tree.leaves(expected)[0].dtype == np.float64
-  assert distance(own, expected) <= 1e-6
+  assert distance(own, expected) <= 2e-6
 
 
 def test_gradients_differ_from_our_own_by_rounding_alone():
