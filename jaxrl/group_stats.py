@@ -3,9 +3,11 @@
 Greedy samples are baselines: the statistics of a group leave them out.
 """
 
+from collections.abc import Sequence
+
 import numpy as np
 
-from jaxrl.types import Group, Trajectory
+from jaxrl.types import PLAYER_KEY, Group, Trajectory
 
 GroupResult = tuple[int, float, int]  # a group's seed, mean accuracy, number of samples
 SampleRows = list[Trajectory]  # one sample: a single row, or one row per turn
@@ -28,6 +30,28 @@ def rows_by_sample(group: Group) -> dict[int, SampleRows]:
   for row in group:
     samples.setdefault(row.sample_index, []).append(row)
   return samples
+
+
+def number_episodes(groups: Sequence[Group], *, whole: bool = False) -> list[int]:
+  """Numbers the episodes of a batch densely.
+
+  Args:
+    groups: Rows by group.
+    whole: Whether the rows of several players of a sample share a number; else what
+      each player did is an episode by itself.
+
+  Returns:
+    The number of each row's episode, in the order of the groups.
+  """
+  numbers: dict[tuple[int, int, int], int] = {}
+  return [
+    numbers.setdefault(
+      (i, row.sample_index, 0 if whole else row.extras.get(PLAYER_KEY, 0)),
+      len(numbers),
+    )
+    for i, group in enumerate(groups)
+    for row in group
+  ]
 
 
 def without_greedy(group: Group) -> Group:

@@ -3,11 +3,12 @@
 import asyncio
 import itertools
 from collections import Counter, defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
+from jaxrl.envs.env_registry import unwrapped
 from jaxrl.envs.graders.answer_matching import normalize_answer
 from jaxrl.envs.graders.answer_numbers import parse_number
 from jaxrl.group_stats import (
@@ -161,6 +162,28 @@ def summarize(
     values = [row.metrics[name] for row in last_rows if name in row.metrics]
     metrics[name] = float(np.mean(values))
   return {f'eval/{tag}/{name}': value for name, value in metrics.items()}
+
+
+def derived_metrics(
+  env_type: str, env_config: Mapping[str, Any], tag: str, metrics: Mapping[str, float]
+) -> dict[str, float]:
+  """Returns what the class of an environment says follows from an evaluation.
+
+  Args:
+    env_type: The environment.
+    env_config: Its options.
+    tag: As for `evaluate`.
+    metrics: What `evaluate` returned.
+
+  Returns:
+    Further metrics `eval/<tag>/…`; none if its class has no `evaluation_metrics`.
+  """
+  derive = getattr(unwrapped(env_type, env_config), 'evaluation_metrics', None)
+  if derive is None:
+    return {}
+  prefix = f'eval/{tag}/'
+  named = {name.removeprefix(prefix): value for name, value in metrics.items()}
+  return {f'{prefix}{name}': float(value) for name, value in derive(named).items()}
 
 
 def metrics_by_task(

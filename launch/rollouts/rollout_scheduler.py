@@ -15,7 +15,6 @@ from jaxrl.envs.env_registry import (
   find_env,
   innermost,
   options_for_split,
-  unwrapped,
 )
 from jaxrl.envs.graders.composite import make_grader
 from jaxrl.envs.graders.grader_processes import GraderFailure
@@ -507,7 +506,7 @@ class RolloutScheduler:
       The metrics and the groups of all sets. Rows have the set's name as their tag.
     """
     # Imported here because only runs that evaluate need it.
-    from jaxrl.rollout.evaluation import evaluate
+    from jaxrl.rollout.evaluation import derived_metrics, evaluate
 
     metrics, groups = {}, []
     for name in self._settings.active_evaluations if names is None else names:
@@ -532,22 +531,10 @@ class RolloutScheduler:
         )
       finally:  # it may be stopped
         await first.context.close()
-      metrics |= set_metrics | self._derived_metrics(name, set_metrics)
+      env = self._settings.env[evaluation.tag]
+      metrics |= set_metrics
+      metrics |= derived_metrics(env.env_type, env.env_config, name, set_metrics)
       if share := self.seen_shares.get(name):
         metrics[f'eval/{name}/training_rows'] = share
       groups += set_groups
     return metrics, groups
-
-  def _derived_metrics(
-    self, name: str, metrics: Mapping[str, float]
-  ) -> dict[str, float]:
-    """Returns what an environment's class says follows from an evaluation."""
-    env = self._settings.env[self._settings.evaluations[name].tag]
-    derive = getattr(
-      unwrapped(env.env_type, env.env_config), 'evaluation_metrics', None
-    )
-    if derive is None:
-      return {}
-    prefix = f'eval/{name}/'
-    named = {key.removeprefix(prefix): value for key, value in metrics.items()}
-    return {f'{prefix}{key}': float(value) for key, value in derive(named).items()}

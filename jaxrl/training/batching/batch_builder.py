@@ -15,16 +15,10 @@ from jax.sharding import Mesh
 
 from jaxrl.functional import losses
 from jaxrl.functional.components import component_info
+from jaxrl.group_stats import number_episodes
 from jaxrl.models.model_config import VisionConfig
 from jaxrl.training.batching.packing_plan import PackShape
-from jaxrl.types import (
-  MAX_REWARD_TERMS,
-  PLAYER_KEY,
-  Algorithm,
-  Batch,
-  Group,
-  Trajectory,
-)
+from jaxrl.types import MAX_REWARD_TERMS, Algorithm, Batch, Group, Trajectory
 
 ROUTED_EXPERTS_KEY = (
   'routed_experts'  # key in a row's extras: `[T, L, k]`, −1 where unknown
@@ -361,8 +355,7 @@ def collate(
     num_rows: Rows of the batch; default, the number of rows rounded up to `multiple`.
     multiple: What the default number of rows is a multiple of.
     pad_id: The token at padding.
-    whole_episodes: Whether the rows of several players of an episode share its id; else
-      what each player did is an episode by itself.
+    whole_episodes: Whether all players of an episode share its id; else each has one.
 
   Returns:
     A batch of numpy arrays. It has `state_hash` and `routed_experts` if a row has them
@@ -380,7 +373,7 @@ def collate(
   if len(rows) > count:
     raise ValueError(f'{len(rows)} rows do not fit a batch of {count}')
   width = pick_bucket(max(len(row.tokens) for row in rows), buckets)
-  episode_ids = _episode_ids(groups, whole_episodes)
+  episode_ids = number_episodes(groups, whole=whole_episodes)
   return _collate_rows(groups, rows, count, width, pad_id, episode_ids)
 
 
@@ -505,19 +498,3 @@ def _routed_experts(
       )
     routed[i, : len(value)] = value
   return routed
-
-
-def _episode_ids(groups: Sequence[Group], whole_episodes: bool) -> list[int]:
-  """Returns dense episode ids, equal for all rows of one sample of one group.
-
-  The rows of several players have different ids, unless episodes are left whole.
-  """
-  numbers: dict[tuple[int, int, int], int] = {}
-  return [
-    numbers.setdefault(
-      (i, row.sample_index, 0 if whole_episodes else row.extras.get(PLAYER_KEY, 0)),
-      len(numbers),
-    )
-    for i, group in enumerate(groups)
-    for row in group
-  ]
