@@ -139,7 +139,7 @@ def test_a_component_says_its_options_and_where_it_is_defined(kind, name, capsys
   file, _, line = place.partition(':')
   source = (ROOT / file).read_text().splitlines()
   if callable(value):
-    here = ' '.join(source[int(line) - 1 : int(line) + 6])
+    here = ' '.join(source[int(line) - 1 : int(line) + 14])  # below its decorators
     assert unwrap(value).__name__ in here
 
 
