@@ -28,10 +28,10 @@ from jaxrl.options import (
   section,
 )
 from jaxrl.rollout.env_manager import EpisodeOptions, SamplingOptions
+from jaxrl.rollout.env_worker import ReplayOptions
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
 from jaxrl.rollout.opponents import OpponentOptions
 from jaxrl.rollout.queue.group_queue import QueueOptions
-from jaxrl.rollout.replay_env_manager import ReplayOptions
 from jaxrl.rollout.thread_pool import DEFAULT_NUM_THREADS
 from jaxrl.rollout.weights.weight_sync import SYNC_POLICIES, SyncPolicy
 from jaxrl.training.checkpointing import CheckpointOptions

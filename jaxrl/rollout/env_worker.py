@@ -1,13 +1,33 @@
 """EnvWorker runs many environment managers as coroutines, in one process or actor."""
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import Component
+from jaxrl.options import Options, option
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplayOptions(Options):
+  """How training comes back to the tasks and the episodes of an environment tag."""
+
+  num_seeds: int = option(
+    0,
+    'Seeds of a game that training plays again and again, in turn; 0 for a new one for '
+    'each group.',
+    low=0,
+  )
+  prefixes: ComponentCall | None = option(
+    None,
+    'What chooses turns of earlier episodes that groups of a known task go on from, '
+    "such as 'prefix_sampling()'; '' for none. Evaluations never have any.",
+  )
 
 
 def make_env_manager(

@@ -7,13 +7,10 @@ is a true one. The replies are context for the episode that goes on from there, 
 not trained on. Which prefix an episode has, the queue says: see `PrefixGroupQueue`.
 """
 
-import dataclasses
 from typing import Any
 
 import numpy as np
 
-from jaxrl.component_calls import ComponentCall
-from jaxrl.options import Options, option
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
@@ -22,23 +19,6 @@ from jaxrl.types import Completion, Trajectory
 
 # Key in the extras of a sample's last row until the queue takes it: what it played.
 PLAYED_KEY = 'played_turns'
-
-
-@dataclasses.dataclass(frozen=True)
-class ReplayOptions(Options):
-  """How training comes back to the tasks and the episodes of an environment tag."""
-
-  num_seeds: int = option(
-    0,
-    'Seeds of a game that training plays again and again, in turn; 0 for a new one for '
-    'each group.',
-    low=0,
-  )
-  prefixes: ComponentCall | None = option(
-    None,
-    'What chooses turns of earlier episodes that groups of a known task go on from, '
-    "such as 'prefix_sampling()'; '' for none. Evaluations never have any.",
-  )
 
 
 class ReplayEnvManager(EnvManager):
