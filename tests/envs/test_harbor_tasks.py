@@ -322,7 +322,7 @@ def harbors_rewards(rewards, folder):
 @HARBOR
 @SANDBOXED
 @pytest.mark.parametrize('case', STEPS)
-@pytest.mark.parametrize('mode', ['shared', 'separate'])
+@pytest.mark.parametrize('mode', ['shared', 'separate', 'mixed'])
 def test_steps_are_graded_one_by_one_as_by_harbor(make_task, mode, case):
   rewards, least, strategy = STEPS[case]
   folder = make_task(None, steps=3)
@@ -333,7 +333,8 @@ def test_steps_are_graded_one_by_one_as_by_harbor(make_task, mode, case):
     name = f'name = "step-{number}"'
     assert name in text
     more = f'\nmin_reward = {least}' if least and number == 1 else ''
-    verifier = f'verifier = {{environment_mode = "{mode}", timeout_sec = 9, '
+    own_mode = ('shared', 'separate')[number % 2] if mode == 'mixed' else mode
+    verifier = f'verifier = {{environment_mode = "{own_mode}", timeout_sec = 9, '
     verifier += f'env = {{REWARDS = {reward!r}}}}}'
     start, _, end = text.partition(name)
     following = end.partition('\n[[')
@@ -363,7 +364,8 @@ def test_steps_are_graded_one_by_one_as_by_harbor(make_task, mode, case):
       inside = env.step('```\ncat setup.txt; ls /tests; cat all.txt\n```')[0]
       assert 'test.sh' not in inside and 'shared' not in inside
       graded = ''.join(f'given {n}\ndone {n}\n' for n in range(1, number + 1))
-      assert (graded in inside) == (mode == 'shared')
+      if mode != 'mixed':
+        assert (graded in inside) == (mode == 'shared')
   assert terminated and env._sandbox is None
   name = 'reward' if expected and 'reward' in expected else ''
   assert reward == (expected[name] if expected else 0)
@@ -466,6 +468,8 @@ def test_what_an_author_asks_for_is_read_as_harbor_reads_it(make_task, monkeypat
     ('[[steps]]\nname = "a"\nmin_reward = "1"', "min_reward='1' must be numbers"),
     ('[[steps]]\nname = "a"\n[steps.healthcheck]\ncommand = "x"', 'steps.healthcheck'),
     ('[[steps]]\nname = "a"\nagent = {user = "me"}', 'agent.user is not supported'),
+    ('[[steps]]\nname = "a"\nartifacts = "/app"', 'artifacts must be a list'),
+    ('[[steps]]\nname = "a"\nverifier = {env = 1}', 'env must be a table'),
     ('multi_step_reward_strategy = "best"', "='best': must be mean or final"),
     ('steps = 1', 'steps must be at most 64 tables'),
     ('[verifier]\nuser = "grader"', 'verifier.user is not supported'),

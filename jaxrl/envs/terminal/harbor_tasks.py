@@ -122,10 +122,12 @@ def _read_step(folder: Path, settings: Mapping[str, Any], step: Any) -> HarborSe
     place = folder / 'steps' / name
     agent = {**agent, **_table(folder, own, 'agent')}
     of_step = _table(folder, own, 'verifier')
-    variables = {**tests.get('env', {}), **of_step.get('env', {})}
+    variables = {**_table(folder, tests, 'env'), **_table(folder, of_step, 'env')}
     tests = {**tests, **of_step, 'env': variables}
-    if own.get('artifacts'):
-      artifacts = [*artifacts, *own['artifacts']]
+    listed = own.get('artifacts', [])
+    if not isinstance(artifacts, list) or not isinstance(listed, list):
+      raise ValueError(f'{folder}/task.toml: artifacts must be a list')
+    artifacts = [*artifacts, *listed]
     if own.get('healthcheck'):
       raise ValueError(f'{folder}/task.toml: steps.healthcheck is not supported')
   _refuse(folder, agent, tests, environment)

@@ -166,6 +166,7 @@ class TerminalBenchEnv:
     step = self._steps_left.pop(0)
     if self._test_sandbox is not None:
       self._test_sandbox.stop()
+      self._test_sandbox = None
     elif self._sandbox is not None:
       for folder in (terminal_bench_tasks.TESTS_DIR, harbor_tasks.REWARDS_DIR):
         self._sandbox.put(folder, None)  # no agent sees them
