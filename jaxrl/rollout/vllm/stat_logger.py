@@ -50,6 +50,7 @@ class VllmStats(EngineStats):
     self.num_prefilled += prompts.computed
     self.num_reused += prompts.cached_tokens
     self.num_generated += iteration_stats.num_generation_tokens
+    self.num_slot_steps += iteration_stats.num_generation_tokens  # one token a slot
     self.num_decode_steps += 1
     if prompts.total:
       self.prefill_seconds += seconds
