@@ -304,7 +304,7 @@ def parse_row_sources(text: str) -> RowSources:
     A path, the call of a generator, or a tuple of both. A call's text is the term.
 
   Raises:
-    ConfigError: If it cannot be read.
+    ValueError: If it cannot be read.
   """
   sources = tuple(map(_parse_row_source, split_terms(text, ' + ')))
   return sources if len(sources) > 1 else _parse_row_source(text)

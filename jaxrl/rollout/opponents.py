@@ -8,7 +8,7 @@ from typing import Any, Protocol
 from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import ComponentTable
 from jaxrl.data.seeds import fold_seed
-from jaxrl.options import ConfigError, Options, option
+from jaxrl.options import Options, error_prefix, option
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.types import MAX_ROLES, Message
 
@@ -111,15 +111,15 @@ def make_opponent(opponent: Any, where: str) -> Opponent:
     where: What error messages begin with, such as the config key.
 
   Raises:
-    ConfigError: If there is none, or it has no method `reply`.
+    ValueError: If there is none, or it has no method `reply`.
   """
   if isinstance(opponent, ModelOpponent):
     return opponent
   made = OPPONENTS.build(opponent, where=where)
-  if not callable(getattr(made, 'reply', None)):
-    raise ConfigError(
-      f'{where}: {type(made).__name__} has no method reply(messages, *, role, seed)'
-    )
+  with error_prefix(where):
+    if not callable(getattr(made, 'reply', None)):
+      name = type(made).__name__
+      raise ValueError(f'{name} has no method reply(messages, *, role, seed)')
   return made
 
 
@@ -164,26 +164,26 @@ def check_players(
     policy_role: Whom the policy plays, or None.
 
   Raises:
-    ConfigError: If they do not go together.
+    ValueError: If they do not go together.
   """
   if type(num_players) is not int or not 1 <= num_players <= MAX_ROLES:
-    raise ConfigError(
+    raise ValueError(
       f'{name}: its num_players is {num_players!r}; it must be 1 to {MAX_ROLES}'
     )
   if num_players == 1 and opponent is not None:
-    raise ConfigError(
+    raise ValueError(
       f'opponent={opponent}: has no effect here: {name} has one player (num_players of '
       'its class): leave it out'
     )
   if policy_role is None:
     return
   if opponent is None:
-    raise ConfigError(
+    raise ValueError(
       f'policy_role={policy_role}: has no effect here: the policy plays every role: '
       'set opponent, or leave policy_role out'
     )
   if policy_role >= num_players:
-    raise ConfigError(
+    raise ValueError(
       f'policy_role={policy_role}: {name} has {num_players} players, from 0: set at '
       f'most {num_players - 1}'
     )

@@ -381,7 +381,7 @@ def test_wrong_opponents_are_refused(opponent, error):
   ],
 )
 def test_players_that_do_not_go_together_are_refused(arguments, error):
-  with pytest.raises(ConfigError, match=error):
+  with pytest.raises(ValueError, match=error):
     opponents.check_players('game', *arguments)
   opponents.check_players('game', 1)
   opponents.check_players('game', 2, 'random', 1)
