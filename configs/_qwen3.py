@@ -12,8 +12,8 @@ def gsm8k(checkpoint: str, algorithm: str) -> Config:
   A step has 32 tasks, a row up to 1024 tokens, and products are in bf16.
 
   Args:
-    checkpoint: folder of the checkpoint, or the name of a published model.
-    algorithm: name of the algorithm.
+    checkpoint: Folder of the checkpoint, or the name of a published model.
+    algorithm: Name of the algorithm.
   """
   config = base.get_config(algorithm)
   config.num_steps = 200

@@ -246,8 +246,8 @@ class Checkpointer:
     """Renames damaged checkpoints, so that their steps can be saved again.
 
     Args:
-      damaged: what is wrong, by step.
-      used: step of the checkpoint that was loaded instead.
+      damaged: What is wrong, by step.
+      used: Step of the checkpoint that was loaded instead.
     """
     if not damaged:
       return
@@ -355,9 +355,9 @@ def find_damage(path: pathlib.Path, index: int = 0, count: int = 1) -> str:
   """Compares the files of a checkpoint with its checksums.
 
   Args:
-    path: folder of the checkpoint.
-    index: which share of the files to read.
-    count: number of shares.
+    path: Folder of the checkpoint.
+    index: Which share of the files to read.
+    count: Number of shares.
 
   Returns:
     What is wrong with the first damaged file; '' if nothing is, or if the checkpoint

@@ -35,9 +35,9 @@ def missing_teacher_error(
   """Returns the error for a tag that no teacher is named for.
 
   Args:
-    what: the tag, or the row with the tag, for the message.
-    tag: the tag.
-    tags_with_teacher: the tags that have one.
+    what: The tag, or the row with the tag, for the message.
+    tag: The tag.
+    tags_with_teacher: The tags that have one.
   """
   return ConfigError(
     f'tag {what} has no teacher, only {", ".join(tags_with_teacher)}: set '

@@ -60,7 +60,7 @@ def encode_delta(old: np.ndarray, new: np.ndarray, indices: np.ndarray) -> bytes
   Args:
     old: `[n]` unsigned integers, n < 2³².
     new: `[n]` unsigned integers.
-    indices: where they differ, as `find_changes` returns them.
+    indices: Where they differ, as `find_changes` returns them.
 
   Returns:
     The delta; None if it is not smaller than `new`.
@@ -81,7 +81,7 @@ def apply_delta(target: np.ndarray, data: memoryview | bytes) -> None:
 
   Args:
     target: `[n]` unsigned integers, the old array.
-    data: what `encode_delta` returned.
+    data: What `encode_delta` returned.
 
   Raises:
     CorruptWeightsError: `data` is no delta for `target`, whose contents are then
@@ -178,13 +178,13 @@ class EncodedChunk:
   """A chunk and its encoded bytes.
 
   Attributes:
-    region: the region that it belongs to.
-    start: first element.
+    region: The region that it belongs to.
+    start: First element.
     bits: `[n]` the bits of its elements.
-    digest: of `bits`.
-    codec: how `data` is encoded.
-    data: the payload.
-    num_changed: elements that differ from the version before; n if there is none.
+    digest: Of `bits`.
+    codec: How `data` is encoded.
+    data: The payload.
+    num_changed: Elements that differ from the version before; n if there is none.
   """
 
   region: Region
@@ -214,11 +214,11 @@ def encode_chunks(
   """Encodes every chunk, as a delta if there is a base and the delta is smaller.
 
   Args:
-    shards: the new version.
-    layout: its chunks, as `plan_chunks` returns them.
-    base: the version before, with the same layout.
-    run: a `map`, which may use threads.
-    always_full: encode full bytes all the same; changes are only counted.
+    shards: The new version.
+    layout: Its chunks, as `plan_chunks` returns them.
+    base: The version before, with the same layout.
+    run: A `map`, which may use threads.
+    always_full: Encode full bytes all the same; changes are only counted.
 
   Returns:
     The chunks in order.
@@ -284,15 +284,15 @@ def write_version(
   """Writes the blobs of a version.
 
   Args:
-    version: its number.
-    base: the version that `encoded` was encoded against; None for full bytes.
-    encoded: the chunks in order.
-    regions: all regions, in the order of the manifest.
-    should_write_full: whether to write the full bytes as well, given the bytes of the
+    version: Its number.
+    base: The version that `encoded` was encoded against; None for full bytes.
+    encoded: The chunks in order.
+    regions: All regions, in the order of the manifest.
+    should_write_full: Whether to write the full bytes as well, given the bytes of the
       deltas.
-    put: stores a blob, given its number and its bytes in pieces, and returns how many.
-    blob_bytes: the most bytes of a blob.
-    contiguous: the full bytes of a region are contiguous in one blob, however large
+    put: Stores a blob, given its number and its bytes in pieces, and returns how many.
+    blob_bytes: The most bytes of a blob.
+    contiguous: The full bytes of a region are contiguous in one blob, however large
       that gets. So are those of a delta that consists of nothing else.
 
   Returns:

@@ -38,8 +38,8 @@ class TransferOptions:
   """How weights are sent.
 
   Attributes:
-    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
-    buffer_bytes: bytes sent at once, or the largest tensor where that is more.
+    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
+    buffer_bytes: Bytes sent at once, or the largest tensor where that is more.
   """
 
   dtype: str | None = None
@@ -51,9 +51,9 @@ class TransferTarget:
   """An engine that weights are sent to.
 
   Attributes:
-    engine: its handle. The handle's `key()` identifies the engine's process.
-    num_gpus: number of its GPUs.
-    device_indices: which of the sender's GPUs these are, if they share them.
+    engine: Its handle. The handle's `key()` identifies the engine's process.
+    num_gpus: Number of its GPUs.
+    device_indices: Which of the sender's GPUs these are, if they share them.
   """
 
   engine: Any
@@ -66,10 +66,10 @@ class TransferReport:
   """What was sent.
 
   Attributes:
-    version: its number.
-    digest: of the tensors as they were sent.
-    engine_digests: of the tensors that each engine received.
-    num_bytes: of the tensors.
+    version: Its number.
+    digest: Of the tensors as they were sent.
+    engine_digests: Of the tensors that each engine received.
+    num_bytes: Of the tensors.
   """
 
   version: int
@@ -85,14 +85,14 @@ class DirectWeightStore:
   is gone before a version is sent is skipped; whoever replaces it calls `catch_up`.
 
   Args:
-    targets: all engines.
+    targets: All engines.
     backend: 'ipc' or 'nccl'.
-    options: how weights are sent.
-    patience: seconds that a version may take.
-    engine_lost_error: raised when an engine is lost while a version is sent.
+    options: How weights are sent.
+    patience: Seconds that a version may take.
+    engine_lost_error: Raised when an engine is lost while a version is sent.
 
   Attributes:
-    version: the newest version; None before the first.
+    version: The newest version; None before the first.
   """
 
   def __init__(
@@ -118,12 +118,12 @@ class DirectWeightStore:
     """Sends `params`; every living engine serves them when this returns.
 
     Args:
-      version: the number of the version; it must be greater than the one before.
-      params: where the parameters are, with a method `push`.
+      version: The number of the version; it must be greater than the one before.
+      params: Where the parameters are, with a method `push`.
 
     Raises:
       ValueError: `version` is not greater than the newest one.
-      WeightsError: an engine received other tensors than were sent, twice, or it took
+      WeightsError: An engine received other tensors than were sent, twice, or it took
         too long.
     """
     async with self._lock:
@@ -210,7 +210,7 @@ def make_engine_caller(loop: asyncio.AbstractEventLoop) -> EngineCaller:
   """Returns a function that calls engines from a thread.
 
   Args:
-    loop: the event loop in which the engines' handles work.
+    loop: The event loop in which the engines' handles work.
   """
 
   def call(
@@ -241,10 +241,10 @@ def gather_hf_tensors(
   before the next.
 
   Args:
-    config: the model.
-    params: may be sharded over the devices of several processes. All of these then
+    config: The model.
+    params: May be sharded over the devices of several processes. All of these then
       iterate in step.
-    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
+    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
 
   Yields:
     The tensor's description and its array, whole on every device. No array is a view of

@@ -46,10 +46,10 @@ class Payload:
 
   Attributes:
     codec: `RAW`, `SPARSE` or `SAME`; the last one has no bytes.
-    blob: number of the blob in its version.
-    offset: first byte, counted from the start of the blob's data.
-    size: number of bytes.
-    checksum: of the bytes.
+    blob: Number of the blob in its version.
+    offset: First byte, counted from the start of the blob's data.
+    size: Number of bytes.
+    checksum: Of the bytes.
   """
 
   codec: str
@@ -64,11 +64,11 @@ class Chunk:
   """A run of elements of a region.
 
   Attributes:
-    start: first element.
-    count: number of elements.
-    digest: of the contents, however they are encoded.
-    full: the full bytes, if they were written.
-    delta: the difference from the base version, if it was written.
+    start: First element.
+    count: Number of elements.
+    digest: Of the contents, however they are encoded.
+    full: The full bytes, if they were written.
+    delta: The difference from the base version, if it was written.
   """
 
   start: int
@@ -83,9 +83,9 @@ class Manifest:
   """What a version consists of.
 
   Attributes:
-    version: its number.
-    base: the version that its deltas start from; None if it has none.
-    regions: the regions, each with its chunks in order.
+    version: Its number.
+    base: The version that its deltas start from; None if it has none.
+    regions: The regions, each with its chunks in order.
   """
 
   version: int
@@ -198,7 +198,7 @@ def decode_record(data: Any) -> Any:
   """Returns what `encode_record` was given.
 
   Raises:
-    CorruptWeightsError: a byte of it differs.
+    CorruptWeightsError: A byte of it differs.
   """
   data = bytes(data)
   expected, text = data[13:45], data[54:-2]
@@ -263,7 +263,7 @@ class BlobPacker:
   contain views of the data that was added.
 
   Args:
-    limit: the most bytes of a blob, unless one payload, or what `reserve` keeps
+    limit: The most bytes of a blob, unless one payload, or what `reserve` keeps
       together, is larger.
   """
 
@@ -292,11 +292,11 @@ class BlobPacker:
     """Adds a payload.
 
     Args:
-      name: its name in the safetensors file.
-      region: the region that it belongs to.
-      codec: how `data` is encoded.
-      data: a buffer.
-      data_checksum: the checksum of `data`.
+      name: Its name in the safetensors file.
+      region: The region that it belongs to.
+      codec: How `data` is encoded.
+      data: A buffer.
+      data_checksum: The checksum of `data`.
 
     Returns:
       Where the payload is, and the blob that was finished to make room, if any.
@@ -335,7 +335,7 @@ def read_payload(blob: memoryview, payload: Payload) -> memoryview:
   """Returns the bytes of a payload, unchecked.
 
   Raises:
-    CorruptWeightsError: the blob is too short.
+    CorruptWeightsError: The blob is too short.
   """
   if len(blob) < _BLOB_HEADER.size:
     raise CorruptWeightsError('a blob without its header')

@@ -33,13 +33,13 @@ class ManifestReader:
   version that is wanted.
 
   Args:
-    transport: where the versions are.
-    part: number of the publisher's part.
-    tries: how often anything is asked for before it counts as missing.
+    transport: Where the versions are.
+    part: Number of the publisher's part.
+    tries: How often anything is asked for before it counts as missing.
 
   Attributes:
-    repeats: how often something had to be asked for again.
-    received_bytes: bytes of all payloads used.
+    repeats: How often something had to be asked for again.
+    received_bytes: Bytes of all payloads used.
   """
 
   def __init__(self, transport: Transport, part: int, tries: int):
@@ -63,7 +63,7 @@ class ManifestReader:
     """Returns a version's manifest.
 
     Raises:
-      CorruptWeightsError: it is missing or corrupt after all tries.
+      CorruptWeightsError: It is missing or corrupt after all tries.
     """
     problem = CorruptWeightsError(f'version {version} has no manifest')
     for attempt in range(tries or self._tries):
@@ -85,15 +85,15 @@ class ManifestReader:
     """Returns the cheaper of two chains: from `held`, or from the newest full version.
 
     Args:
-      writer: id of the writer.
-      version: the version wanted.
-      held: the version held; None if there is none.
+      writer: Id of the writer.
+      version: The version wanted.
+      held: The version held; None if there is none.
 
     Returns:
       The manifests in ascending order, and whether the first is read in full.
 
     Raises:
-      CorruptWeightsError: manifests are missing.
+      CorruptWeightsError: Manifests are missing.
     """
     chain = [self.manifest(writer, version)]
     full: list[Manifest] | None = None
@@ -133,15 +133,15 @@ class ManifestReader:
     Args:
       out: `[n]` bits, overwritten.
       old: `[n]` bits of the version held; None if the chain starts in full.
-      writer: id of the writer.
-      chain: as `find_chain` returns it.
-      index: which chunk.
+      writer: Id of the writer.
+      chain: As `find_chain` returns it.
+      index: Which chunk.
 
     Returns:
       The digest of the contents.
 
     Raises:
-      CorruptWeightsError: what was received, or what was put together from it, is not
+      CorruptWeightsError: What was received, or what was put together from it, is not
         what was published. The contents of `out` are then undefined.
     """
     steps, chunk = _chunk_steps(chain, index, old is None)
@@ -173,10 +173,10 @@ class ManifestReader:
     """Returns a region of the chain's last version where it lies in shared memory.
 
     Args:
-      writer: id of the writer.
-      chain: as `find_chain` returns it.
-      number: which region.
-      starts_full: whether the chain's first version is read in full.
+      writer: Id of the writer.
+      chain: As `find_chain` returns it.
+      number: Which region.
+      starts_full: Whether the chain's first version is read in full.
 
     Returns:
       `[n]` bits, read-only and not verified; None if the region is not contiguous in
@@ -212,7 +212,7 @@ class ManifestReader:
     """Returns the digest of a chunk's bits, for which `size` bytes were received.
 
     Raises:
-      CorruptWeightsError: it is not the digest that was published.
+      CorruptWeightsError: It is not the digest that was published.
     """
     digest = checksum(bits)
     if digest != chunk.digest:

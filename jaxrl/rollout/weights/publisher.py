@@ -73,17 +73,17 @@ class PublishReport:
   """What it took to publish a version.
 
   Attributes:
-    version: its number.
-    digest: of its contents.
-    delta_bytes: for a reader of the version before, with the manifest; None if there is
+    version: Its number.
+    digest: Of its contents.
+    delta_bytes: For a reader of the version before, with the manifest; None if there is
       no base.
-    full_bytes: of the weights.
-    written_bytes: in total.
-    num_changed: weights that differ from the version before.
-    num_elements: all weights.
-    encode_s: seconds spent on encoding.
-    put_s: seconds spent on handing bytes to the transport.
-    wait_s: seconds spent on waiting for slow readers.
+    full_bytes: Of the weights.
+    written_bytes: In total.
+    num_changed: Weights that differ from the version before.
+    num_elements: All weights.
+    encode_s: Seconds spent on encoding.
+    put_s: Seconds spent on handing bytes to the transport.
+    wait_s: Seconds spent on waiting for slow readers.
   """
 
   version: int
@@ -104,17 +104,17 @@ class VersionWriter:
   Methods may be called from any thread; one runs at a time.
 
   Args:
-    transport: where versions are written.
-    part: number of the process.
-    keep: number of newest versions that are kept. The newest full version and all after
+    transport: Where versions are written.
+    part: Number of the process.
+    keep: Number of newest versions that are kept. The newest full version and all after
       it are kept as well.
-    chunk_bytes: the most bytes of a chunk.
-    blob_bytes: the most bytes of a blob.
-    full_every: number of versions after which one is written in full again. 1: no
+    chunk_bytes: The most bytes of a chunk.
+    blob_bytes: The most bytes of a blob.
+    full_every: Number of versions after which one is written in full again. 1: no
       version is written as a difference. Differences save bytes on the way, but have to
       be put together before they can be loaded.
-    patience: seconds that a silent reader is waited for.
-    threads: number of encoding threads; by default up to 4.
+    patience: Seconds that a silent reader is waited for.
+    threads: Number of encoding threads; by default up to 4.
 
   Raises:
     ValueError: `keep` or `full_every` is less than 1.
@@ -168,15 +168,15 @@ class VersionWriter:
     Waits while readers read versions that have to be deleted.
 
     Args:
-      version: the number of the version; it must be greater than the one before.
-      shards: the weights, which the caller no longer changes.
+      version: The number of the version; it must be greater than the one before.
+      shards: The weights, which the caller no longer changes.
 
     Returns:
       What it took.
 
     Raises:
       ValueError: `version` is not greater than the newest one.
-      WeightsError: the transport cannot take it. The version before is then still the
+      WeightsError: The transport cannot take it. The version before is then still the
         newest.
     """
     with self._lock:
@@ -226,7 +226,7 @@ class VersionWriter:
     Call it about ten times a second.
 
     Raises:
-      WeightsError: it cannot be written.
+      WeightsError: It cannot be written.
     """
     with self._lock:
       self._repair_missing()
@@ -368,18 +368,18 @@ class WeightPublisher:
   the same transport.
 
   Args:
-    transport: where versions are written.
-    device_thread: the thread on which snapshots are taken.
-    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
-    on_device: find changes on the devices, with `DeviceDeltaSnapshot`, and copy only
+    transport: Where versions are written.
+    device_thread: The thread on which snapshots are taken.
+    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
+    on_device: Find changes on the devices, with `DeviceDeltaSnapshot`, and copy only
       those to the host. Another copy of the weights stays on the devices.
-    part: number of this process of the learner.
-    parts: number of the learner's processes.
-    tend: seconds between two looks for what readers miss.
-    **options: options of `VersionWriter`.
+    part: Number of this process of the learner.
+    parts: Number of the learner's processes.
+    tend: Seconds between two looks for what readers miss.
+    **options: Options of `VersionWriter`.
 
   Attributes:
-    report: what the newest version took; None before the first.
+    report: What the newest version took; None before the first.
   """
 
   def __init__(
@@ -423,12 +423,12 @@ class WeightPublisher:
     still read what has to be deleted.
 
     Args:
-      version: the number of the version; it must be greater than the one before.
-      params: the parameters.
+      version: The number of the version; it must be greater than the one before.
+      params: The parameters.
 
     Raises:
       ValueError: `version` is not greater than the newest one.
-      WeightsError: the transport cannot take it.
+      WeightsError: The transport cannot take it.
     """
     shards = await self._device_thread.run(self._snapshot, params)
     self.report = await asyncio.to_thread(self._writer.publish, version, shards)
@@ -441,7 +441,7 @@ class WeightPublisher:
     This is what `EngineWeightClient.pull` returns if the engine has the same weights.
 
     Raises:
-      WeightsError: another process of the learner does not publish it in time.
+      WeightsError: Another process of the learner does not publish it in time.
     """
     version = self.version
     if version is None:

@@ -19,12 +19,12 @@ class ReaderStatus:
   """What a reader says of itself.
 
   Attributes:
-    beat: increases with every record.
-    writer: id of the writer whose version is being read.
-    reading: version being read, None between two; older versions must not be freed.
-    num_reports: increases with every failure to read a version; 0 for none.
-    missing_chunks: chunks of the version that stayed missing or corrupt.
-    manifest_missing: whether a manifest stayed missing or corrupt.
+    beat: Increases with every record.
+    writer: Id of the writer whose version is being read.
+    reading: Version being read, None between two; older versions must not be freed.
+    num_reports: Increases with every failure to read a version; 0 for none.
+    missing_chunks: Chunks of the version that stayed missing or corrupt.
+    manifest_missing: Whether a manifest stayed missing or corrupt.
   """
 
   beat: int = 0
@@ -39,7 +39,7 @@ class ReaderHeartbeat:
   """A reader's end of the registry; a reader has one for each part of a version.
 
   Attributes:
-    number: a random number that identifies the reader.
+    number: A random number that identifies the reader.
   """
 
   def __init__(self, transport: Transport, part: int):
@@ -65,8 +65,8 @@ class ReaderHeartbeat:
     """Says that the version cannot be read as it is.
 
     Args:
-      chunks: the chunks that are missing or corrupt.
-      manifest: whether a manifest is.
+      chunks: The chunks that are missing or corrupt.
+      manifest: Whether a manifest is.
     """
     self._write(
       dataclasses.replace(
@@ -94,9 +94,9 @@ class ReaderRegistry:
   """The publisher's end of the registry.
 
   Args:
-    transport: where the records are.
-    part: number of the publisher's part of a version.
-    patience: seconds after which a record that does not change is removed.
+    transport: Where the records are.
+    part: Number of the publisher's part of a version.
+    patience: Seconds after which a record that does not change is removed.
   """
 
   def __init__(self, transport: Transport, part: int, patience: float):

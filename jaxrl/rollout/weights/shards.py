@@ -40,11 +40,11 @@ class Region:
   """A box of a parameter.
 
   Attributes:
-    name: dotted path of the parameter.
-    dtype: numpy's name of its dtype.
-    shape: shape of the whole parameter.
-    offset: index at which the box starts.
-    extent: shape of the box.
+    name: Dotted path of the parameter.
+    dtype: Numpy's name of its dtype.
+    shape: Shape of the whole parameter.
+    offset: Index at which the box starts.
+    extent: Shape of the box.
   """
 
   name: str
@@ -72,7 +72,7 @@ class Region:
     """Yields (start, count) of chunks of the box, which is flattened in C order.
 
     Args:
-      chunk_bytes: the most bytes of a chunk, which has at least one element.
+      chunk_bytes: The most bytes of a chunk, which has at least one element.
 
     Yields:
       The chunks' first element and number of elements, in order.
@@ -87,11 +87,11 @@ class Shard:
   """A region and its contents.
 
   Attributes:
-    region: the region.
+    region: The region.
     bits: `[size]` flat unsigned integers with the bits of the elements.
-    base_bits: the very `bits` array of the version before that `changed_indices` refers
+    base_bits: The very `bits` array of the version before that `changed_indices` refers
       to; None if the two versions were not compared.
-    changed_indices: ascending indices where `bits` and `base_bits` differ; None if the
+    changed_indices: Ascending indices where `bits` and `base_bits` differ; None if the
       two versions were not compared.
   """
 
@@ -110,7 +110,7 @@ def flatten(params: Params) -> dict[str, Any]:
   """Returns the leaves of nested dicts by their dotted names.
 
   Raises:
-    ValueError: the tree is made of something else, or a key is no plain name.
+    ValueError: The tree is made of something else, or a key is no plain name.
   """
   leaves: dict[str, Any] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -140,13 +140,13 @@ def make_region(
   """Returns the region that `piece` is of a parameter.
 
   Args:
-    name: dotted path of the parameter.
-    shape: shape of the whole parameter.
-    piece: an array, or anything with a shape and a dtype.
-    index: where the piece lies in the parameter; None if it is all of it.
+    name: Dotted path of the parameter.
+    shape: Shape of the whole parameter.
+    piece: An array, or anything with a shape and a dtype.
+    index: Where the piece lies in the parameter; None if it is all of it.
 
   Raises:
-    ValueError: the dtype is not one of `SAFETENSORS_DTYPES`.
+    ValueError: The dtype is not one of `SAFETENSORS_DTYPES`.
   """
   if piece.dtype.name not in SAFETENSORS_DTYPES:
     raise ValueError(f'{name}: weights of dtype {piece.dtype} cannot be sent')
@@ -159,8 +159,8 @@ def overlap(region: Region, window: Window | None) -> tuple[Window, Window] | No
   """Returns where a region and a window of its parameter overlap.
 
   Args:
-    region: the region.
-    window: the window; None for the whole parameter.
+    region: The region.
+    window: The window; None for the whole parameter.
 
   Returns:
     The overlap as an index into the window's own array and as one into the region's;
@@ -184,15 +184,15 @@ def assemble(
   """Puts shards together.
 
   Args:
-    shards: the shards, in any order.
-    windows: by parameter, the slice of it that is wanted; others are wanted whole.
+    shards: The shards, in any order.
+    windows: By parameter, the slice of it that is wanted; others are wanted whole.
 
   Returns:
     Nested dicts of read-only arrays, each parameter whole or its window. A parameter
     that came in one piece is a view of it; others are new arrays.
 
   Raises:
-    ValueError: the pieces do not cover what is wanted.
+    ValueError: The pieces do not cover what is wanted.
   """
   windows = windows or {}
   shards_of: dict[str, list[Shard]] = {}

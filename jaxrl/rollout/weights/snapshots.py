@@ -43,15 +43,15 @@ def snapshot(params: Params, dtype: str | None = None) -> list[Shard]:
   that this process holds. When this returns, `params` may be donated.
 
   Args:
-    params: nested dicts of JAX or numpy arrays.
-    dtype: floating-point arrays are cast to it, on their devices; None keeps the dtype
+    params: Nested dicts of JAX or numpy arrays.
+    dtype: Floating-point arrays are cast to it, on their devices; None keeps the dtype
       of each.
 
   Returns:
     The shards, in the order of the leaves.
 
   Raises:
-    ValueError: an array has a dtype that is not one of `SAFETENSORS_DTYPES`.
+    ValueError: An array has a dtype that is not one of `SAFETENSORS_DTYPES`.
   """
   leaves = flatten(params)
   on_device = {n: x for n, x in leaves.items() if isinstance(x, jax.Array)}
@@ -95,7 +95,7 @@ class FrozenBaseSnapshot:
   The shards of a base that was not copied say that none of their elements changed.
 
   Args:
-    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
+    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
   """
 
   def __init__(self, dtype: str | None = None):
@@ -156,7 +156,7 @@ class DeviceDeltaSnapshot:
   elements of a shard changed, only these and their indices are copied to the host.
 
   Args:
-    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
+    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
   """
 
   def __init__(self, dtype: str | None = None):

@@ -49,7 +49,7 @@ class MissingChunksError(CorruptWeightsError):
   """Chunks of a version are missing or corrupt.
 
   Attributes:
-    chunks: which ones.
+    chunks: Which ones.
   """
 
   def __init__(self, message: str, chunks: tuple[ChunkIndex, ...]):
@@ -62,11 +62,11 @@ class LoadReport:
   """What it took to load a version.
 
   Attributes:
-    version: its number.
-    full: whether the full bytes were read, instead of differences.
-    received_bytes: bytes of the payloads.
-    repeats: how often something had to be asked for again.
-    seconds: time that it took.
+    version: Its number.
+    full: Whether the full bytes were read, instead of differences.
+    received_bytes: Bytes of the payloads.
+    repeats: How often something had to be asked for again.
+    seconds: Time that it took.
   """
 
   version: int
@@ -80,14 +80,14 @@ class VersionReader:
   """Holds the newest version of a learner's weights. Its methods are thread-safe.
 
   Args:
-    transport: where versions are written.
-    parts: number of the learner's processes, each of which is a publisher.
-    windows: by parameter, the slice of it that is wanted; others are wanted whole.
-    threads: number of decoding threads; by default up to 4.
+    transport: Where versions are written.
+    parts: Number of the learner's processes, each of which is a publisher.
+    windows: By parameter, the slice of it that is wanted; others are wanted whole.
+    threads: Number of decoding threads; by default up to 4.
 
   Attributes:
-    load_report: what the newest version took; None before the first.
-    problem: why the last version could not be read; None if it could.
+    load_report: What the newest version took; None before the first.
+    problem: Why the last version could not be read; None if it could.
   """
 
   def __init__(
@@ -181,7 +181,7 @@ class VersionReader:
     They last until the version after the next one is loaded; copy them to keep them.
 
     Raises:
-      LookupError: no version has been loaded.
+      LookupError: No version has been loaded.
     """
     if self._newest is None:
       raise LookupError('no weights have been received')
@@ -194,7 +194,7 @@ class VersionReader:
     """Returns (writers, version, params) of the same version.
 
     Args:
-      place: turns the arrays on the host into what is returned, such as copies.
+      place: Turns the arrays on the host into what is returned, such as copies.
     """
     with self._lock:
       params = self.params()
@@ -206,7 +206,7 @@ class VersionReader:
     """Returns what `digests` would be if `params` had been loaded.
 
     Args:
-      params: arrays of the version held. A region that a window cuts counts as it was
+      params: Arrays of the version held. A region that a window cuts counts as it was
         published.
     """
     with self._lock:
@@ -430,16 +430,16 @@ class WeightSubscriber:
   """Fetches new versions from a transport, as `WeightStore.fetch` does.
 
   Args:
-    transport: where versions are written.
-    parts: number of the learner's processes.
-    windows: by parameter, the slice of it that is wanted; others are wanted whole.
-    place: turns arrays on the host into what `fetch` returns; by default, copies on
+    transport: Where versions are written.
+    parts: Number of the learner's processes.
+    windows: By parameter, the slice of it that is wanted; others are wanted whole.
+    place: Turns arrays on the host into what `fetch` returns; by default, copies on
       JAX's first device. None: the arrays themselves, which last as `VersionReader`
       says.
-    patience: seconds that weights may stay incomplete before `fetch` raises.
+    patience: Seconds that weights may stay incomplete before `fetch` raises.
 
   Attributes:
-    reader: reads the versions.
+    reader: Reads the versions.
   """
 
   def __init__(
@@ -462,14 +462,14 @@ class WeightSubscriber:
     """Waits for a version after `newer_than`, or for the first of a restarted learner.
 
     Args:
-      newer_than: a version number.
-      published: such a version is known to exist, so failing to find it is an error.
+      newer_than: A version number.
+      published: Such a version is known to exist, so failing to find it is an error.
 
     Returns:
       The version and its parameters.
 
     Raises:
-      WeightsError: there is such a version, but it cannot be read completely.
+      WeightsError: There is such a version, but it cannot be read completely.
     """
     await self._wait(newer_than, published)
     taken = await asyncio.to_thread(self.reader.take, self._place)

@@ -40,7 +40,7 @@ class Transport(Protocol):
   """Stores bytes under names. Any process may call; a name appears whole or not at all.
 
   Attributes:
-    mapped: views are of memory that all processes share and may be held for long.
+    mapped: Views are of memory that all processes share and may be held for long.
       Receivers then keep what they have checked where it lies, and publishers write the
       full bytes of each region contiguously.
   """
@@ -55,7 +55,7 @@ class Transport(Protocol):
     """Returns the bytes, which are read-only and last as long as the view.
 
     Raises:
-      KeyError: there is no such name.
+      KeyError: There is no such name.
     """
     ...
 
@@ -79,12 +79,12 @@ class FolderTransport:
   are. A file is written under another name and then renamed.
 
   Args:
-    path: the folder.
-    durable: whether every file must have reached the disk before `put` returns.
-    make: whether to create the folder. Those who only join pass False.
+    path: The folder.
+    durable: Whether every file must have reached the disk before `put` returns.
+    make: Whether to create the folder. Those who only join pass False.
 
   Raises:
-    WeightsError: the folder does not exist, and `make` is False.
+    WeightsError: The folder does not exist, and `make` is False.
   """
 
   mapped = False  # a file that is deleted may take its pages with it, e.g. on NFS
@@ -110,7 +110,7 @@ class FolderTransport:
     """Writes a file. An existing file is replaced, so what was mapped stays as it was.
 
     Raises:
-      WeightsError: the bytes cannot be written.
+      WeightsError: The bytes cannot be written.
     """
     target = self._file(name)
     draft = self.path / f'{_DRAFT_PREFIX}{secrets.token_hex(8)}'
@@ -181,10 +181,10 @@ class SharedMemoryTransport(FolderTransport):
   freed with the last process that has them.
 
   Args:
-    address: of an existing folder to join; by default a new one is created.
+    address: Of an existing folder to join; by default a new one is created.
 
   Raises:
-    WeightsError: there is nothing at `address`.
+    WeightsError: There is nothing at `address`.
   """
 
   mapped = True

@@ -23,9 +23,9 @@ class EngineWeightClient:
   """An engine's end: loads versions on request.
 
   Args:
-    transport: where versions are written.
-    load: the engine's own method, given a version and its parameters.
-    **options: options of `WeightSubscriber`.
+    transport: Where versions are written.
+    load: The engine's own method, given a version and its parameters.
+    **options: Options of `WeightSubscriber`.
   """
 
   def __init__(
@@ -44,15 +44,15 @@ class EngineWeightClient:
     """Loads the newest version, which is `version` or a later one.
 
     Args:
-      version: a version that was published.
-      full: forget the version held, so that all bytes are read anew.
+      version: A version that was published.
+      full: Forget the version held, so that all bytes are read anew.
 
     Returns:
       The digest of the arrays handed to the engine, computed from those arrays. Arrays
       that are not as they were published are not handed on.
 
     Raises:
-      WeightsError: the version cannot be read completely.
+      WeightsError: The version cannot be read completely.
     """
     async with self._lock:
       if full:
@@ -74,12 +74,12 @@ class LoadCoordinator:
   """The learner's end: has engines load a version, and compares what they hold.
 
   Args:
-    engines: objects with a `pull` like `EngineWeightClient`'s, or handles of such. The
+    engines: Objects with a `pull` like `EngineWeightClient`'s, or handles of such. The
       list is read again for every version, so engines in it may be replaced. An engine
       that raises `EngineDeadError` is skipped; replacing it is up to others.
 
   Attributes:
-    seconds: time until every engine had the newest version.
+    seconds: Time until every engine had the newest version.
   """
 
   def __init__(self, engines: Sequence[Any]):
@@ -93,11 +93,11 @@ class LoadCoordinator:
     """Makes every engine load a version.
 
     Args:
-      version: the newest version.
-      digest: its digest as published.
+      version: The newest version.
+      digest: Its digest as published.
 
     Raises:
-      WeightsError: an engine holds other weights after a second, full load. Other
+      WeightsError: An engine holds other weights after a second, full load. Other
         errors of living engines are raised as they are.
     """
     async with self._lock:
@@ -142,9 +142,9 @@ class VerifiedWeightStore:
   """A `WeightStore` whose engines load from a transport and return a digest.
 
   Args:
-    publisher: publishes what this process of the learner holds. The learner's other
+    publisher: Publishes what this process of the learner holds. The learner's other
       processes each have a `WeightPublisher` of their own.
-    coordinator: reaches the engines.
+    coordinator: Reaches the engines.
   """
 
   def __init__(self, publisher: WeightPublisher, coordinator: LoadCoordinator):
@@ -161,12 +161,12 @@ class VerifiedWeightStore:
     """Makes `params` the newest version; every living engine has it when this returns.
 
     Args:
-      version: the number of the version; it must be greater than the one before.
-      params: the parameters, which may be donated when this returns.
+      version: The number of the version; it must be greater than the one before.
+      params: The parameters, which may be donated when this returns.
 
     Raises:
       ValueError: `version` is not greater than the newest one.
-      WeightsError: an engine's weights are not those published.
+      WeightsError: An engine's weights are not those published.
     """
     async with self._lock:
       await self._publisher.publish(version, params)

@@ -22,8 +22,8 @@ class WeightStore(Protocol):
     """Makes `params` the newest version.
 
     Args:
-      version: the number of the version; it must be greater than the one before.
-      params: the parameters, which may be donated when this returns.
+      version: The number of the version; it must be greater than the one before.
+      params: The parameters, which may be donated when this returns.
 
     Raises:
       ValueError: `version` is not greater than the newest one.
@@ -43,12 +43,12 @@ class InProcessWeightStore:
   """A `WeightStore` for a learner and engines that share a process.
 
   Args:
-    *engines: every engine is given each version before `publish` returns. A store
+    *engines: Every engine is given each version before `publish` returns. A store
       without engines keeps the newest version for `fetch`; one with engines does not,
       because they hold what they need of it in a layout of their own.
-    device_thread: the thread on which copies are made.
-    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
-    sharding: where copies are placed, one sharding or a tree of them; None keeps the
+    device_thread: The thread on which copies are made.
+    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
+    sharding: Where copies are placed, one sharding or a tree of them; None keeps the
       sharding of each array.
   """
 
@@ -79,8 +79,8 @@ class InProcessWeightStore:
     `version` from its next dispatch on.
 
     Args:
-      version: the number of the version; it must be greater than the one before.
-      params: the parameters to copy.
+      version: The number of the version; it must be greater than the one before.
+      params: The parameters to copy.
 
     Raises:
       ValueError: `version` is not greater than the newest one.
@@ -101,7 +101,7 @@ class InProcessWeightStore:
     """Waits for a version after `newer_than`; its arrays must not be donated.
 
     Raises:
-      RuntimeError: the store has engines, and so keeps no version.
+      RuntimeError: The store has engines, and so keeps no version.
     """
     if self._engines:
       raise RuntimeError('a store with engines keeps no version to fetch')
@@ -129,8 +129,8 @@ def cast_copy(params: Params, dtype: str | None = None) -> Params:
   """Copies arrays on their devices. Call it on the device thread.
 
   Args:
-    params: a tree of JAX arrays. The copies keep their shardings.
-    dtype: floating-point arrays are cast to it; None keeps the dtype of each.
+    params: A tree of JAX arrays. The copies keep their shardings.
+    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
 
   Returns:
     The copies. They are ready, so a donation of `params` cannot overtake them.

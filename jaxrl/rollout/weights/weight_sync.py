@@ -24,13 +24,13 @@ class SyncPolicy(NamedTuple):
   """When engines get new weights, and what waits for it.
 
   Attributes:
-    interval: number of steps between two versions; if `rollout_driven`, the number of
+    interval: Number of steps between two versions; if `rollout_driven`, the number of
       steps' worth of groups.
-    rollout_driven: sync after the rollout side has finished `interval` steps' worth of
+    rollout_driven: Sync after the rollout side has finished `interval` steps' worth of
       groups, instead of after `interval` steps.
-    wait_for: the version that all engines must have before a step goes on: 'current',
+    wait_for: The version that all engines must have before a step goes on: 'current',
       'previous' or 'none'.
-    drain: whether engines finish their requests before they take new weights.
+    drain: Whether engines finish their requests before they take new weights.
   """
 
   interval: int
@@ -42,7 +42,7 @@ class SyncPolicy(NamedTuple):
     """Returns the most steps that engines' weights are behind the learner's.
 
     Args:
-      ahead: number of steps that rollouts may run ahead, `rollout.async_ratio`.
+      ahead: Number of steps that rollouts may run ahead, `rollout.async_ratio`.
 
     Returns:
       The number of steps; None if nothing bounds it.
@@ -129,16 +129,16 @@ class WeightSyncer:
   """Hands the learner's weights to the engines according to a policy.
 
   Args:
-    policy: when to do so.
-    store: where versions are published.
-    engines: all engines; only used by policies with `drain`.
-    copy: makes a copy of parameters that the learner will not donate.
-    finished_groups: returns the number of groups finished since the run began.
-    num_groups: groups of a step.
+    policy: When to do so.
+    store: Where versions are published.
+    engines: All engines; only used by policies with `drain`.
+    copy: Makes a copy of parameters that the learner will not donate.
+    finished_groups: Returns the number of groups finished since the run began.
+    num_groups: Groups of a step.
 
   Attributes:
-    num_groups: groups of a step; may be changed before training starts.
-    version: the version that all engines have; None before the first.
+    num_groups: Groups of a step; may be changed before training starts.
+    version: The version that all engines have; None before the first.
   """
 
   def __init__(
@@ -172,8 +172,8 @@ class WeightSyncer:
     policy allows by that number of steps.
 
     Args:
-      step: the step that is about to begin.
-      get_params: returns the learner's weights; only called if they are needed.
+      step: The step that is about to begin.
+      get_params: Returns the learner's weights; only called if they are needed.
     """
     self._raise_push_error()
     steps_skipped = step > self._last_step + 1
@@ -201,8 +201,8 @@ class WeightSyncer:
     follows uses a single version.
 
     Args:
-      step: the step that the weights belong to.
-      get_params: returns the learner's weights; only called if they are needed.
+      step: The step that the weights belong to.
+      get_params: Returns the learner's weights; only called if they are needed.
     """
     self._last_step = self._last_synced_step = step
     self._pending = None  # older weights need not be sent any more
