@@ -400,7 +400,7 @@ def run_with_restarts(
   max_restarts: int = 3,
   pause: float = 10.0,
 ) -> tuple[Trainer, bool]:
-  """Trains; starts anew from the newest checkpoint when an actor of the run is lost.
+  """Trains, and starts anew from the newest checkpoint when an actor is lost.
 
   A trainer that cannot be made again counts as lost too, and after a pause there is
   another try: the config fitted the cluster, so it is the cluster that has changed.

@@ -194,7 +194,7 @@ class Console(MetricSink):
         self.terminal.print(text)
 
   def _skip(self, step: int) -> bool:
-    """True for most steps of a long phase whose steps fly by."""
+    """Returns whether a step is not printed, as in a long phase of quick steps."""
     now = time.monotonic()
     total = self._total or 0
     if total > 100 and now - self._printed < FAST and step not in (0, total - 1):
@@ -266,7 +266,7 @@ class Clock:
     self._times = [*self._times[-self._window :], (time.monotonic(), self.done)]
 
   def pace(self, total: int | None) -> str:
-    """'0.82 s/step, 0:41 left', or '' before anything is known."""
+    """Returns '0.82 s/step, 0:41 left', or '' before anything is known."""
     each = self._each()
     if each is None:
       return ''
@@ -274,7 +274,7 @@ class Clock:
     return ', '.join(filter(None, [rate, self.left(total)]))
 
   def left(self, total: int | None) -> str:
-    """'0:41 left', or '' before anything is known."""
+    """Returns '0:41 left', or '' before anything is known."""
     each = self._each()
     if each is None or not total:
       return ''

@@ -144,7 +144,7 @@ def _with_rows(groups: Sequence[Group], rows: Mapping[str, Any]) -> list[Group]:
 
 
 def _by_tag(groups: Sequence[Group]) -> Mapping[str, list[Group]]:
-  """The groups that were played, by tag; what experts wrote is left out."""
+  """Returns the groups that were played, by tag, without what experts wrote."""
   groups_by_tag: dict[str, list[Group]] = {}
   for group in groups:
     played = [row for row in group if not row.is_expert]

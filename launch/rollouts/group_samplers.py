@@ -90,7 +90,7 @@ def make_group_sampler(
 
 
 def _check_experts(algorithm: Algorithm, where: str) -> None:
-  """Expert rows come without the log-probs of the policy that wrote them."""
+  """Refuses expert rows, which bring no log-probs, where the algorithm needs these."""
   if requirements.old_logprobs_source(algorithm) == 'decoupled':
     return
   for slot in ('policy_loss', 'kl_loss'):

@@ -95,7 +95,7 @@ class JudgeEngine(LocalJudgeClient):
     self._lock = asyncio.Lock()
 
   async def ask(self, name: str, messages: Sequence[Message], **sampling: Any) -> str:
-    """As `LocalJudgeClient.ask`; the first to ask has the weights put on the device."""
+    """Asks as `LocalJudgeClient` does; the first call loads the weights."""
     async with self._lock:
       if self._engine.version is None:
         await self._engine.load(0, self._params)
@@ -141,7 +141,7 @@ class RewardModelEngine(RewardModel):
 
 
 def _cast(params: Params, dtype: str) -> Params:
-  """The weights as they are computed with, but for a head, whose sum is of float32."""
+  """Casts all weights but those of the head, whose sums are of float32."""
   kind = huggingface.DTYPES[dtype]
   cast = {name: jax.tree.map(lambda x: x.astype(kind), params[name]) for name in params}
   return cast | {name: params[name] for name in params if name == 'value_head'}
@@ -243,7 +243,7 @@ def _any(
 def _served(
   *, checkpoint: str = '', url: str = '', model: str = '', key_env: str = ''
 ) -> None:
-  """Where a judge is served: from a folder, or by the `model` of a server.
+  """Takes the options that say where a judge is served: a folder, or a server.
 
   Args:
     checkpoint: Folder of a model that the run serves itself.
@@ -349,7 +349,7 @@ def make_model_asker(
 def _split(
   target: str, options: dict[str, Any], *makers: Callable[..., Any]
 ) -> list[dict[str, Any]]:
-  """The options that say where a part is served, and those of each of its makers."""
+  """Divides options into those that say where a part is served, and each maker's."""
   option_groups = []
   for maker in (_served, *makers):
     mine = {key: options.pop(key) for key in defaults(maker) if key in options}
@@ -362,7 +362,7 @@ def _split(
 
 
 def _folder(target: str, name: str) -> str:
-  """The folder's absolute path. ConfigError unless it holds such a model."""
+  """Returns the absolute path of a folder, which must hold a model of this kind."""
   with error_prefix(f'{target}: checkpoint={name!r}', OSError):
     huggingface.load_config(hub.find_checkpoint(name, only_config=True))
     folder = hub.find_checkpoint(name)

@@ -137,7 +137,7 @@ class RolloutScheduler:
     self.queues: dict[str, Any] = {}
 
   def _num_busy_episodes(self) -> int:
-    """How many episodes keep all engines at work while some wait for environments."""
+    """Returns how many episodes keep all engines busy while others wait."""
     return 2 * self._settings.rollout.max_num_seqs * len(self.engines)
 
   # ---- checks
@@ -303,7 +303,7 @@ class RolloutScheduler:
     return tasks
 
   def _num_parallel_groups(self, tag: str) -> int:
-    """How many groups of a tag play at once."""
+    """Returns how many groups of a tag play at once."""
     return math.ceil(
       (1 + self._settings.rollout.async_ratio) * self._groups_per_step(tag)
     )

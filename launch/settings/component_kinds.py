@@ -173,7 +173,7 @@ def _is_agent(value: Any) -> bool:
 
 
 def _is_tool(value: Any) -> bool:
-  """Functions whose arguments a model can be told the types of, and providers."""
+  """Accepts functions whose arguments have types for the model, and providers."""
   if not inspect.isfunction(value):
     return _has_methods('start', 'call', 'close')(value)
   if any(is_other(value) for is_other in (_is_generator, _is_agent, _is_grader)):
@@ -190,7 +190,7 @@ def _is_tool(value: Any) -> bool:
 
 
 def _is_part(value: Any) -> bool:
-  """Any other function is a component of algorithms."""
+  """Accepts any other function, as a component of algorithms."""
   others = (
     *(builds_algorithm, _is_group_filter, _is_reward_shaper, _is_grader),
     *(_is_generator, _is_agent, _is_tool),

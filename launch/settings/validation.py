@@ -206,7 +206,7 @@ def _validate_rollouts(settings: RunSettings) -> None:
 
 
 def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
-  """Options of a tag's rows need a tag that plays rows."""
+  """Refuses options of rows for a tag whose tasks are seeds."""
   env, section = settings.env[tag], settings.text(f'env.{tag}').get('dataset', {})
   # Those that eval.interval=0 switches off for now count too.
   evaluated = {evaluation.tag for evaluation in settings.evaluations.values()}
@@ -226,7 +226,7 @@ def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
 
 
 def _validate_evaluation_end(settings: RunSettings, name: str) -> None:
-  """An evaluation of a tag whose tasks are seeds needs a number of tasks."""
+  """Refuses an evaluation without end, of all tasks of a tag whose tasks are seeds."""
   evaluation = settings.evaluations[name]
   tag, count = evaluation.tag, evaluation.num_tasks
   env = settings.env[tag]
@@ -240,7 +240,7 @@ def _validate_evaluation_end(settings: RunSettings, name: str) -> None:
 
 
 def _validate_formulation(settings: RunSettings, tag: str) -> None:
-  """Turns that share a row can neither be told apart nor be scored exactly."""
+  """Refuses shared rows where turns must be told apart or scored exactly."""
   if settings.env[tag].row_format != 'concatenated':
     return
   where = f'--config.env.{tag}.row_format=concatenated'
@@ -257,7 +257,7 @@ def _validate_formulation(settings: RunSettings, tag: str) -> None:
 
 
 def _validate_replay(settings: RunSettings, tag: str) -> None:
-  """Tasks and episodes can come again where training plays them turn by turn."""
+  """Checks that training plays, turn by turn, the episodes that shall come again."""
   env = settings.env[tag]
   for key in ('num_seeds', 'prefixes'):
     value = getattr(env, key)
@@ -296,7 +296,7 @@ def _validate_replay(settings: RunSettings, tag: str) -> None:
 def _validate_prefixes(
   env: EnvOptions, prefixes: ComponentCall, tag: str, *, from_rows: bool
 ) -> None:
-  """Prefixes need tasks that come again, several turns, and a game that can be led."""
+  """Checks that tasks come again, have several turns, and can be replayed."""
   where = f'--config.env.{tag}.prefixes={prefixes}'
   if not from_rows and not env.num_seeds:
     raise ConfigError(
@@ -332,7 +332,7 @@ def _validate_group_pipeline(settings: RunSettings) -> None:
 
 
 def _validate_curriculum(settings: RunSettings) -> None:
-  """A curriculum chooses among the rows that are played."""
+  """Refuses a curriculum where no rows are played that it could choose among."""
   plays = settings.plays and settings.experience_store is None
   tags = settings.training_tags if plays else []
   users = [
@@ -357,7 +357,7 @@ def _validate_curriculum(settings: RunSettings) -> None:
 
 
 def _validate_row_options(settings: RunSettings) -> None:
-  """Options of rows need something that reads rows."""
+  """Refuses options of rows where nothing reads rows."""
   data = settings.dataset
   if data.expert_path and not _reads_experts(settings):
     raise ConfigError(

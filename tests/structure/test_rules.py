@@ -303,6 +303,17 @@ def test_the_library_knows_no_command_line():
       assert not found, (name, found)
 
 
+def test_docstrings_of_functions_begin_with_a_verb():
+  """In the third person, as in 'Returns'; properties are named as what they are."""
+  bad = []
+  for name, node in functions():
+    text, marks = ast.get_docstring(node), map(ast.unparse, node.decorator_list)
+    if text and not any('property' in mark for mark in marks):
+      if not re.match(r'[A-Z][a-z-]+s\b', text):
+        bad.append(f'{name}.{node.name}: {text.splitlines()[0]}')
+  assert not bad, bad
+
+
 def test_no_global_random_numbers():
   """Nothing draws from numpy's or Python's process-wide generators."""
   bad = []

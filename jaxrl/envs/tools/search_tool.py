@@ -204,7 +204,7 @@ class SearchTool:
     return [self._schema]
 
   def call(self, name: str, arguments: dict[str, Any], *, seconds: float) -> str:
-    """Searches; takes milliseconds whatever the query, since a long one is cut."""
+    """Searches within milliseconds, since a long query is cut."""
     check_arguments(self._schema, arguments)
     index = shared_index(*self._source)
     words = index.words(arguments['query'][:1000])

@@ -62,7 +62,7 @@ class EpisodeQueue(Protocol):
   def get_episode_id(
     self, group_id: int, env_id: int
   ) -> MaybeAwaitable[EpisodeLease | None]:
-    """See `GroupQueue.get_episode_id`."""
+    """Leases the next sample of an env group, as `GroupQueue.get_episode_id`."""
     ...
 
   def put(
@@ -73,7 +73,7 @@ class EpisodeQueue(Protocol):
     rollout: SampleRows | None,
     env_id: int,
   ) -> MaybeAwaitable[bool]:
-    """See `GroupQueue.put`."""
+    """Puts the rows of a leased episode, as `GroupQueue.put`."""
     ...
 
 
