@@ -158,7 +158,7 @@ def as_call(component: Component) -> ComponentCall:
 
 
 def _own_options(component: Component) -> dict[str, Any]:
-  """Returns the options of a component that is no call."""
+  """Returns the options of a component that is not a call."""
   is_partial = isinstance(component, functools.partial)
   return dict(component.keywords) if is_partial else {}
 

@@ -177,7 +177,7 @@ def describe_keys(config: ConfigDict, descriptions: Mapping[str, str]) -> None:
   """Attaches descriptions to the keys of one section, beside those it has.
 
   Args:
-    config: A section. They are no keys of it, and copies do not have them.
+    config: A section. They are not keys of it, and copies do not have them.
     descriptions: A sentence about each key, by name.
   """
   known = descriptions_of(config) | dict(descriptions)

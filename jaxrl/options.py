@@ -178,7 +178,7 @@ def find_out_of_range(
   """Returns the first option that is out of range, and its range; None if all fit.
 
   Args:
-    options: Values by name; None and what is no number fits.
+    options: Values by name; None and other types than numbers fit.
     ranges: The ranges by name; an option without one may be any number.
   """
   for name, value in options.items():

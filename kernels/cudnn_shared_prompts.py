@@ -1,13 +1,13 @@
 """cuDNN attention to a token's own segment and to a shared prompt, without a mask.
 
-cuDNN runs twice: over the segments side by side, causally, and from the tokens that
-share a prompt to all of that prompt. It is told where both begin. The two outputs are
+cuDNN runs twice: causally within each segment, and from the tokens that share a prompt
+to all of that prompt. Offsets tell it where each of them begins. The two outputs are
 combined by their logsumexps, as a flash attention kernel combines blocks of keys. The
 backward pass of each run gets the combined output and logsumexp, which makes its
 gradients exact (section 3.1 of FlashAttention-2, arXiv 2307.08691).
 
-JAX returns the logsumexp, but only its private backward pass takes another one than its
-own: `obstacle` checks that this jax has it.
+JAX returns the logsumexp, but only its private backward pass accepts another one than
+its own. `obstacle` checks that this version of JAX has that function.
 """
 
 import functools
@@ -80,7 +80,7 @@ def shared_prompts(
 def prompt_spans(
   segment_ids: jax.Array, prefix_ids: jax.Array, most_prompts: int
 ) -> Spans:
-  """Finds the prompts of rows, and from the first to the last token that reads each.
+  """Finds the prompts of rows, and for each the first and last token that reads it.
 
   Args:
     segment_ids: As in `shared_prompts`.
@@ -150,7 +150,7 @@ def logsumexps_of_tokens(stats: jax.Array, spans: Spans, columns: int) -> jax.Ar
 
 
 def logsumexps_of_segments(norm: jax.Array, spans: Spans) -> jax.Array:
-  """Arranges logsumexps of tokens as cuDNN has them, see `logsumexps_of_tokens`.
+  """Arranges logsumexps of tokens as cuDNN expects them; see `logsumexps_of_tokens`.
 
   Args:
     norm: `[B, T, H]`.
@@ -328,7 +328,7 @@ def obstacle() -> str:
 def candidates(
   q: jax.Array, k: jax.Array, *, row_segments: int = 0, window: int = 0
 ) -> dict[str, Callable[..., jax.Array] | str]:
-  """Returns this way for rows with prefix_ids, or why it cannot be taken.
+  """Returns this implementation for rows with prefix_ids, or why it cannot be used.
 
   Args:
     q: Queries `[B, T, H, d]`.
@@ -346,5 +346,5 @@ def candidates(
 def _trace(
   q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, *, row_segments: int
 ) -> jax.Array:
-  """Computes attention whose ids are prefix_ids too, to try whether it can be."""
+  """Computes attention whose segment_ids are prefix_ids too, to see if it works."""
   return shared_prompts(q, k, v, ids, ids, row_segments=row_segments)

@@ -208,7 +208,7 @@ def find_checkpoint(text: str, *, only_config: bool = False) -> str:
     only_config: Whether only the files with the model's shape are needed.
 
   Returns:
-    The folder; `text` itself if it is one, or can be no name on the Hub.
+    The folder; `text` itself if it is one, or cannot be a name on the Hub.
 
   Raises:
     HubError: If there is no such folder, and the Hub does not have it either.

@@ -180,7 +180,7 @@ def with_images(messages: 'Iterable[Message]') -> 'list[Message]':
     The messages.
 
   Raises:
-    ValueError: If something is no image, is broken, or is too large.
+    ValueError: If something is not an image, is broken, or is too large.
   """
   return map_images(messages, as_image)
 

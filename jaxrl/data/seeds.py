@@ -18,7 +18,7 @@ class StartingEpisode(NamedTuple):
     seed: The seed that `reset` is given.
     number: Counts the groups of the run, or of the evaluation, from 0; all samples of
       a group have the same.
-    is_trial: Whether it is begun before the run, only for the errors that this shows.
+    is_trial: Whether it begins before the run, only to reveal errors.
   """
 
   seed: int
@@ -36,7 +36,7 @@ def starting_episode() -> StartingEpisode | None:
 
 @contextlib.contextmanager
 def starting(episode: StartingEpisode | None) -> Iterator[None]:
-  """Tells data sets that an environment opens itself which episode asks for a row.
+  """Tells data sets which episode asks for a row, where environments open them.
 
   Args:
     episode: The episode whose environment is reset meanwhile.

@@ -372,7 +372,7 @@ def check_reset_result(env: Any, result: Any) -> tuple[Any, Mapping[str, Any]]:
     result: What its `reset` returned.
 
   Raises:
-    EnvResultError: If that is no pair of an observation and a mapping.
+    EnvResultError: If that is not a pair of an observation and a mapping.
   """
   if not isinstance(result, tuple) or len(result) != 2:
     raise _result_error(env, 'reset', _shape(result), 'return (observation, info)')

@@ -182,7 +182,7 @@ def keep(
   ring = sum(chunk_sizes(window)) if window else 0
   if not ring or k.shape[1] <= ring:
     return kv
-  assert lengths is not None  # or there would be no telling what is last
+  assert lengths is not None  # otherwise nothing says which is the last
   last = lengths[:, None] - 1
   at = jnp.maximum(last - jnp.mod(last - jnp.arange(ring), ring), 0)  # [P, t]
   return {

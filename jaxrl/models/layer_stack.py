@@ -223,8 +223,8 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
 
   Args:
     config: The layer's shape, as `ModelConfig.layer` gives it.
-    weights: Those of the layer; 'row_adapters' among them is no array but what gives
-      each row of a batch adapters of its own, by `bind(layer)`.
+    weights: Those of the layer; 'row_adapters' among them is an object whose
+      `bind(layer)` gives each row of a batch adapters of its own.
   """
   joined, products, row_adapters = {}, {}, None
   if isinstance(weights, dict):

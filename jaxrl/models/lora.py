@@ -339,7 +339,7 @@ def merge_transfer(params: Params, dtype: str) -> Params:
 class _Kernel:
   """A stack of kernels, each merged when it is looked at, float32 and by numpy.
 
-  A table is no stack: its index is ().
+  A table is not a stack: its index is ().
   """
 
   kernel: np.ndarray

@@ -40,7 +40,7 @@ def matrix_axes(path: Sequence[Any], shape: Sequence[int]) -> tuple | None:
     shape: Its shape. The first axes are of layers and of experts.
 
   Returns:
-    Two tuples of axes; None for what is no hidden matrix.
+    Two tuples of axes; None for all but hidden matrices.
   """
   names = [key.key for key in path]
   if names[0] != 'layers' or names[-1] != 'kernel':

@@ -351,7 +351,7 @@ def _score(
   index: Array,
   fields: dict[str, Array],
 ) -> dict[str, Array]:
-  """Scores rows `index` `[R]` of a batch; −1 is no row."""
+  """Scores rows `index` `[R]` of a batch; −1 stands for none."""
   teacher, model = spec.algorithm.self_teacher, spec.model
   assert teacher is not None
   is_row, rows = index >= 0, jnp.maximum(index, 0)

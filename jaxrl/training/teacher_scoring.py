@@ -398,7 +398,7 @@ def _score(
   weights: Array,
   fields: dict[str, Array],
 ) -> dict[str, Array]:
-  """Scores rows `index` `[R]` of tokens and segment_ids `[B, T]`; −1 is no row.
+  """Scores rows `index` `[R]` of tokens and segment_ids `[B, T]`; −1 stands for none.
 
   The log-probs of the rows' tokens are added, times weights `[R]`.
   """

@@ -201,7 +201,7 @@ def target_devices(text: str) -> list[Any]:
     text: The topology, as in 'v5p:2x2x2'.
 
   Raises:
-    ConfigError: If the text is no topology or its compiler is not installed.
+    ConfigError: If the text is not a topology, or its compiler is not installed.
   """
   return list(_devices(parse_target(text)))
 

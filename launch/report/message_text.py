@@ -155,7 +155,7 @@ def _tool_call(call: Any) -> tuple[str, str]:
 
 
 def image_source(value: Any) -> str:
-  """Returns a data URL of an image: bytes, an array of pixels, or a URL of that kind.
+  """Returns a data URL of an image: of bytes, an array of pixels, or such a URL.
 
   Args:
     value: A value of a dump. Other URLs are not followed.

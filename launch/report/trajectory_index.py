@@ -88,7 +88,7 @@ class TrajectoryQuery:
     """Returns the query of the ids, and its arguments.
 
     Raises:
-      ValueError: If `sort` is no column.
+      ValueError: If `sort` is not a column.
     """
     if self.sort not in SORTABLE:
       raise ValueError(f'sort: {self.sort!r} is not one of {", ".join(SORTABLE)}')

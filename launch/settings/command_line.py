@@ -54,7 +54,7 @@ class Command:
       kind: Bool, int or float.
 
     Raises:
-      ConfigError: If it is no such value.
+      ConfigError: If the text is not such a value.
     """
     text = self.flags[name]
     with error_prefix(f'--{name}={text}'):
@@ -382,7 +382,7 @@ def parse_value(text: str | None, kind: type, current: Any, optional: bool) -> A
     optional: Whether the value may be None.
 
   Raises:
-    ValueError: If it is no such value; the message says what is wanted.
+    ValueError: If the text is not such a value; the message says what is wanted.
   """
   if text is None:
     if kind is bool:

@@ -156,7 +156,7 @@ def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
   """Parses `rollout.rewards`, terms joined by +, each with an optional weight.
 
   Raises:
-    ConfigError: If the text is no such sum.
+    ConfigError: If the text is not such a sum.
   """
   with error_prefix(f'--config.rollout.rewards={text}'):
     terms = composite.grader_terms(parse_grader_calls(text))

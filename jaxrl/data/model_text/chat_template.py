@@ -16,7 +16,7 @@ from jaxrl.data.model_text.turn_end import ChatOptionError, reply_with_calls
 from jaxrl.options import closest_match
 from jaxrl.types import Message
 
-# Arguments of `apply_chat_template`, which are no options of a template.
+# Arguments of `apply_chat_template` that are not options of a template.
 _RESERVED = frozenset(
   'conversation messages documents chat_template add_generation_prompt '
   'continue_final_message tokenize padding truncation max_length return_tensors '
@@ -24,7 +24,7 @@ _RESERVED = frozenset(
 )
 # Where messages have a thought; templates differ in which one they read.
 THOUGHT_KEYS = ('reasoning_content', 'reasoning', 'thinking')
-# What every template is given or may call, which is no option of this one.
+# What every template is given or may call; none of it is an option of this one.
 _GIVEN = frozenset(
   'messages tools documents add_generation_prompt continue_final_message '
   'bos_token eos_token unk_token sep_token pad_token cls_token mask_token '
@@ -193,7 +193,7 @@ class ChatTemplate:
   def _find_content_form(
     self, options: Mapping[str, Any]
   ) -> Callable[[Message], Message]:
-    """Returns what brings a content into the form in which the template writes it.
+    """Returns a function that converts content into the form that the template writes.
 
     Most write a text and a list of parts alike, some only a text, and SmolVLM's only a
     list.
@@ -219,14 +219,14 @@ class ChatTemplate:
         text = self._write(messages, options)
       except Exception:  # such as from adding an object to a text
         continue
-      # Python's way to write an object is no model's.
+      # No model writes objects as Python does.
       if 'place' in text and 'Rome' in text and "'place'" not in text:
         return form
       usable.append(form)
     return usable[0] if usable else _CALL_FORMS[0]
 
   def _without_placeholders(self, value: Any) -> Any:
-    """Breaks up the placeholder in every text of a value, so that it is no token.
+    """Breaks up the placeholder in every text of a value, so that it is not a token.
 
     `<|image_pad|>` loses its bars, `<image>` gets a space after its first character.
     """
@@ -348,10 +348,10 @@ def read_call_arguments(function: Mapping[str, Any]) -> Any:
   """Returns the arguments of a message's tool call, which may be JSON text.
 
   Args:
-    function: The call's name and arguments; '' and None are no arguments.
+    function: The call's name and arguments; '' and None stand for no arguments.
 
   Raises:
-    ValueError: If the text is no JSON.
+    ValueError: If the text is not JSON.
   """
   arguments = function.get('arguments')
   if not isinstance(arguments, str):

@@ -134,7 +134,7 @@ def find_turn_end(
 
   Raises:
     ValueError: If nothing would end a reply, or the template ends it with a text that
-      is no token of this tokenizer, as that of another model does.
+      is not a token of this tokenizer, as that of another model does.
     ChatOptionError: If a token that the user names does not exist.
   """
   for number in stop_token_ids:

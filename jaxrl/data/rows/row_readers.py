@@ -146,7 +146,7 @@ def _open_text(file: Path, newline: str | None = None) -> IO[str]:
 
 
 def _lines(file: Path, newline: str | None = None) -> Iterator[str]:
-  """Yields the lines of a text; an error names the first that is no text."""
+  """Yields the lines of a text; an error names the first that is not text."""
   with _open_text(file, newline) as lines:
     try:
       yield from lines
@@ -211,7 +211,7 @@ def _parse(text: str, where: str) -> Row:
 
 
 def _check_surrogates(text: str, value: Any, where: str) -> None:
-  r"""Raises DataError for half a surrogate pair, such as \ud800, which is no text."""
+  r"""Raises DataError for half a surrogate pair, such as \ud800, which is not text."""
   if r'\ud' not in text and r'\uD' not in text:
     return
   try:

@@ -45,7 +45,7 @@ OTHER_KEYS = {
     *('answerKey', 'test_list', *CONVERSATION_KEYS),
   ),
 }
-# Keys that say what they are only beside another one: a `text` alone is no question.
+# Keys that say what they are only beside another one: a `text` alone is not a question.
 _KEYS_BESIDE = {'question': {'test_list': 'text'}}
 
 

@@ -65,7 +65,7 @@ def detect_tool_format(template: str, render: Render) -> ToolFormat | None:
 
 
 def _written_alike(tool_format: ToolFormat, body: str) -> ToolFormat:
-  """Returns the format, in the one of Mistral's two ways that the template writes."""
+  """Returns the format; of Mistral's two, the one that the template writes."""
   if tool_format is MISTRAL_LIST and MISTRAL.markers[0] + _NAME in body.replace(
     ' ', ''
   ):

@@ -50,7 +50,7 @@ class LiteralReader:
   depth: int = 0
 
   def peek(self) -> str:
-    """Returns the next character that is no space, or nothing at the end."""
+    """Returns the next character that is not a space, or nothing at the end."""
     self.at = skip_space(self.text, self.at)
     return self.text[self.at : self.at + 1]
 

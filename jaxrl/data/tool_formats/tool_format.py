@@ -145,7 +145,7 @@ def _without_wrappers(
 ) -> tuple[str, int]:
   """Returns a piece's text, and how many wrappers in it have no call.
 
-  What stands in such a wrapper is no text either.
+  The content of such a wrapper is not text either.
   """
   if not wrappers:
     return piece, 0
@@ -194,7 +194,7 @@ _SPACE = re.compile(r'\s*')
 
 
 def skip_space(text: str, at: int) -> int:
-  """Returns the index of the first character at or after `at` that is no space.
+  """Returns the index of the first character at or after `at` that is not a space.
 
   Args:
     text: The text.
@@ -276,7 +276,7 @@ def read_call(
     arguments: The keys under which the arguments may be.
 
   Raises:
-    MalformedCallError: If it is none.
+    MalformedCallError: If it is not a call.
   """
   if not isinstance(value, dict):
     raise MalformedCallError(f'it must be an object with a "{names[0]}", a string')

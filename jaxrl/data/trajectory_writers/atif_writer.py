@@ -351,7 +351,7 @@ def _content(content: Any) -> str | list[Document]:
 
 
 def _part(piece: Any) -> Document:
-  """Returns a part of a message; what is no text and no image becomes its JSON."""
+  """Returns a part of a message; anything but text and images becomes its JSON."""
   if isinstance(piece, str):
     return {'type': 'text', 'text': piece}
   if isinstance(piece, Mapping):

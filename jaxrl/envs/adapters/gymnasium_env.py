@@ -34,8 +34,8 @@ class GymnasiumEnv:
     rules: A text before the first observation.
     show: 'render' shows the text rendering, 'observation' the observation itself,
       'auto' the first of them that is text, else the observation.
-    invalid_reward: The reward of a reply that is no action; it costs its turn and the
-      environment does not move.
+    invalid_reward: The reward of a reply that is not an action; it costs its turn and
+      the environment does not move.
     max_chars: The maximum number of characters of an action.
 
   Raises:

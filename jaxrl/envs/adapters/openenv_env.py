@@ -54,7 +54,7 @@ class OpenEnvEnv:
       token; '' means none.
     timeout: Seconds that a call may take.
     start_timeout: Seconds that starting the server may take.
-    invalid_reward: The reward of a reply that is no action; it costs its turn.
+    invalid_reward: The reward of a reply that is not an action; it costs its turn.
     max_chars: The maximum number of characters of an answer.
 
   Raises:

@@ -43,7 +43,7 @@ class CountdownEnv:
     reward: The reward for reaching the target.
     format_reward: The reward of an episode that ends with a valid expression of another
       value.
-    invalid_reward: The reward of a reply that is no valid expression; it costs an
+    invalid_reward: The reward of a reply that is not a valid expression; it costs an
       attempt.
     max_chars: The maximum number of characters of an expression.
 

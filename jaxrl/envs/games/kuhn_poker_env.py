@@ -61,7 +61,7 @@ class MoveChances(NamedTuple):
 
   Attributes:
     bet: Of a bet.
-    illegal: Of a reply that is no move.
+    illegal: Of a reply that is not a move.
   """
 
   bet: float

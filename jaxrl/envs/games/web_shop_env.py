@@ -52,7 +52,8 @@ class WebShopEnv:
   Args:
     products: The number of products of the catalogue.
     catalogue_seed: The seed of the catalogue.
-    invalid_reward: The reward of a reply that is no possible action; it costs its turn.
+    invalid_reward: The reward of a reply that is not a possible action; it costs its
+      turn.
     step_reward: The reward of any other reply that buys nothing.
     max_chars: The maximum number of characters of a search.
 

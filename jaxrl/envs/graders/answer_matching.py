@@ -96,7 +96,7 @@ def answers_match(candidate: str, expected: str) -> bool:
 
 
 def _right_side(answer: str, other: str) -> str:
-  """Returns what an answer such as 'x = 5' says is x, if the other is no equation."""
+  """Returns what an answer such as 'x = 5' says is x, if the other is not one."""
   left, equals, right = answer.rpartition('=')
   if (
     not equals
@@ -108,7 +108,7 @@ def _right_side(answer: str, other: str) -> str:
 
 
 def _has_words(answer: str) -> bool:
-  """Returns whether an answer has words, which are no formula and no unit."""
+  """Returns whether an answer has words that are neither a formula nor a unit."""
   text = re.sub(r'\\[a-zA-Z]+', ' ', _STYLE.sub(r' \1 ', clean_text(answer))).lower()
   if parse_quantity(answer) is not None:
     return False

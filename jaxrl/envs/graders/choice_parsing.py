@@ -1,6 +1,6 @@
 """Choice parsing finds the letter that a reply to a multiple-choice question chooses.
 
-The article A and the pronoun I are no choices, and neither is one of several letters.
+The article A and the pronoun I are not choices, and neither is one of several letters.
 """
 
 import re
@@ -170,7 +170,7 @@ def _choice(text: str, choices: Sequence[str], *, is_sentence: bool = False) -> 
 
 
 def _letter_of(match: re.Match[str], text: str, choices: Sequence[str]) -> str:
-  """Returns the letter of a match of `_LETTER`, if it is no word of a sentence."""
+  """Returns the letter of a match of `_LETTER`, unless it is a word of a sentence."""
   letter, rest = match['letter'].upper(), text[match.end() :]
   if not _is_possible(letter, choices):
     return ''

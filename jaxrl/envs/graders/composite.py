@@ -35,7 +35,7 @@ GRADERS = ComponentTable(
     'multiple_choice': 'jaxrl.envs.graders.rule_graders:make_multiple_choice_grader',
   },
 )
-# Of an option that holds graders; the names say whose options may be calls themselves.
+# The type of an option that holds graders; GRADERS says whose options may be calls.
 GraderCalls = Annotated[tuple[Component, ...], GRADERS]
 
 
@@ -111,12 +111,12 @@ def make_grader(calls: Sequence[Component] | Component) -> Grader:
 
   A config writes the parts as `math + format(tags='think')`. They are names of GRADERS,
   each with its own options, or a user's own function, 'package.module:function' or
-  'file.py:function'. Such a function takes (reply, item)
-  and its options by keyword and returns a number. A class takes its options by keyword,
-  and its objects are called with (reply, item). Both run in a process of at most 4 GiB
-  that is killed after `timeout` seconds, so they see of the item only what JSON can
-  hold. Each part takes a `weight` (1 by default; with 0 it is only logged). A repeated
-  name becomes name_2, name_3 and so on.
+  'file.py:function'. Such a function takes (reply, item) and its options by keyword,
+  and returns a number. A class takes its options by keyword, and its objects are called
+  with (reply, item). Both run in a process of at most 4 GiB that is killed after
+  `timeout` seconds, so they see only what JSON can hold of the item. Each part takes a
+  `weight` (1 by default; with 0 it is only logged). A repeated name becomes name_2,
+  name_3 and so on.
 
   Args:
     calls: The parts; the name of one is enough.

@@ -68,7 +68,7 @@ def unpack_submission(
       again.
 
   Raises:
-    SubmissionError: If the archive is too large or is no archive.
+    SubmissionError: If the data is not an archive, or is too large.
   """
   size = 0
   sizes: dict[str, int] = {}  # of the files to extract

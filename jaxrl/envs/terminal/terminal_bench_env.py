@@ -36,8 +36,8 @@ class TerminalBenchEnv:
   """Plays one task at a time, whose `question` names a folder below `tasks`.
 
   The reward is 1 if all tests pass, else 0. For tasks of the second form it is what
-  their tests write, as Harbor reads it; 0 if that is no number. A task of several steps
-  shows the next one after `submit`; its reward comes at the end.
+  their tests write, as Harbor reads it; 0 if that is not a number. A task of several
+  steps shows the next one after `submit`; its reward comes at the end.
 
   Args:
     tasks: The folder of tasks.

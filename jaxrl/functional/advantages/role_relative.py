@@ -82,8 +82,8 @@ def hierarchical_grpo(
 
   One agent proposes a problem and others solve it. Every row is one agent's. Rows with
   the role `episode_role`, the solvers, are compared within their episode, where they
-  attempt the same proposed problem; the others with their role in the whole group. So
-  the hardness of a problem is no solver's fault. It is prime-rl's `hierarchical_grpo`,
+  attempt the same proposed problem; the others with their role in the whole group, so
+  that a solver is not blamed for a hard problem. It is prime-rl's `hierarchical_grpo`,
   which gives a row without peers A = 0; here it has A = R, as in all advantages of this
   package.
 

@@ -215,7 +215,7 @@ def read_window(data: Mapping[str, Any], where: str, default: int | None) -> int
     The number, 0 for all.
 
   Raises:
-    ValueError: If it is no number from 1 on.
+    ValueError: If it is not a number of at least 1.
   """
   window = data.get('sliding_window', default)
   if window is None:

@@ -2,7 +2,7 @@
 
 The runs of placeholder tokens in a sequence belong to its images, in order. The next
 image stands at the next run that is exactly as long as its features: a placeholder that
-a model has drawn itself is no image, but a token like any other.
+a model has drawn itself is not an image, but a token like any other.
 """
 
 import dataclasses

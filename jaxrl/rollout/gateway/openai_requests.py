@@ -133,7 +133,7 @@ def parse_body(data: bytes) -> dict[str, Any]:
 
 
 def parse_cached_chat(data: bytes, cache: RequestCache | None) -> GenerationRequest:
-  """Parses a chat request, of which only what is not cached is looked at.
+  """Parses a chat request, but of its messages only those that are not cached.
 
   Args:
     data: The body.

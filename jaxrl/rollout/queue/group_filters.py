@@ -307,7 +307,7 @@ class GroupFilterChain:
 
 
 def _check_verdict(name: str, verdict: Any) -> None:
-  """Raises ValueError for what is no verdict, such as the group of a shaper."""
+  """Raises ValueError for what is not a verdict, such as the group of a shaper."""
   if not isinstance(verdict, bool | np.bool_ | DropReason):
     kind = 'None' if verdict is None else f'a {type(verdict).__name__}'
     raise ValueError(
@@ -351,7 +351,7 @@ def make_group_filter(
     The filters as `GroupQueue` takes them, or None if there are none.
 
   Raises:
-    ValueError: For an unknown name or option, for what is no group filter, and for a
+    ValueError: For an unknown name or option, for what is not a group filter, and for a
       filter that would drop every group of this size.
   """
   components = as_calls(filters)

@@ -265,7 +265,7 @@ class RewardShaper:
 
 
 def _check_shaped(shaper: RewardShaperFn, group: Any) -> None:
-  """Raises ValueError for what is no group, such as the verdict of a filter."""
+  """Raises ValueError for what is not a group, such as the verdict of a filter."""
   is_group = isinstance(group, list) and all(isinstance(x, Trajectory) for x in group)
   if not is_group or not group:
     kind = 'None' if group is None else f'a {type(group).__name__}'
@@ -292,7 +292,7 @@ def make_reward_shaper(
     The shapers as `GroupQueue` takes them, or None if there are none.
 
   Raises:
-    ValueError: For an unknown name or option, or for what is no reward shaper.
+    ValueError: For an unknown name or option, or for what is not a reward shaper.
   """
   bound = []
   for component in as_calls(shapers):

@@ -18,7 +18,7 @@ _VARINT, _FIXED64, _BYTES, _FIXED32 = 0, 1, 2, 5
 
 
 class ProtoError(ValueError):
-  """A message is no valid protobuf of its kind."""
+  """A message is not a valid protobuf of its kind."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,7 +28,7 @@ class DatumMessage:
   Attributes:
     tokens: `[n]` int32.
     inputs: The loss's inputs by name.
-    other_chunk: The kind of a chunk of the prompt that is no text; '' if there is none.
+    other_chunk: The kind of a chunk of the prompt that is not text; '' for none.
   """
 
   tokens: np.ndarray

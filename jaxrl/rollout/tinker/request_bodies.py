@@ -157,7 +157,7 @@ class PromptBody(msgspec.Struct):
       vocab_size: The model's.
 
     Raises:
-      RequestError: If there are none, or some are no text or no tokens of the model.
+      RequestError: If there are none, or some are neither text nor tokens of the model.
     """
     for chunk in self.chunks:
       if chunk.type != 'encoded_text':
@@ -384,7 +384,7 @@ def check_tokens(tokens: np.ndarray, vocab_size: int, what: str) -> np.ndarray:
     what: What they are, for the error.
 
   Raises:
-    RequestError: If there are none, or one is no token of the model.
+    RequestError: If there are none, or one is not a token of the model.
   """
   if not tokens.size:
     raise RequestError(f'{what} has no tokens')
@@ -402,7 +402,7 @@ def read_targets(body: TensorBody, length: int, max_targets: int) -> np.ndarray:
     max_targets: The most ids of a position.
 
   Raises:
-    RequestError: If it is no matrix `[length − 1, K]` of ids.
+    RequestError: If it is not a matrix `[length − 1, K]` of ids.
   """
   shape = body.shape or []
   if body.dtype != 'int64' or len(shape) != 2 or shape[0] != length - 1:

@@ -1,4 +1,4 @@
-"""Sessions: which clients are there, and what each of them holds."""
+"""Sessions record which clients are alive, and what each of them holds."""
 
 import dataclasses
 import time

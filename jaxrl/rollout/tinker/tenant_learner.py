@@ -51,7 +51,7 @@ class TrainingRow:
 
 @dataclasses.dataclass(frozen=True)
 class TenantSnapshot:
-  """All that one tenant's training has made, on the host.
+  """Everything that one tenant's training has produced, on the host.
 
   Attributes:
     adapters: The parameters, of the tenant's own rank.
@@ -75,7 +75,7 @@ class Tenant:
     rank: The rank of its adapters.
     count: Optimizer steps so far.
     num_rows: Rows whose gradients wait for an optimizer step.
-    lost: Why gradients that should wait do not; '' if none were lost.
+    lost: Why gradients that should be waiting were lost; '' if none were.
   """
 
   place: int
@@ -135,7 +135,7 @@ class TenantLearner:
       self._config, self._max_tenants, self.max_rank
     )
     state = TenantState(make(), make(), make(), make())
-    # Beside the model, or programs would be compiled again once they are there.
+    # On the model's devices: elsewhere, programs would be compiled once more.
     return jax.device_put(state, jax.tree.leaves(self._params)[0].sharding)
 
   @property
@@ -237,7 +237,7 @@ class TenantLearner:
     return results
 
   def _recover(self, error: Exception) -> None:
-    """Makes new arrays for those that a program that failed has taken."""
+    """Makes new arrays in place of those that a failed program was given for good."""
     if not any(x.is_deleted() for x in jax.tree.leaves(self._state)):
       return
     self._state = self._empty_state()

@@ -54,7 +54,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
   """Computes a 64-bit checksum: Σ (word + 1) · odd(position), modulo 2⁶⁴.
 
   A single changed word always changes it. It detects tensors that were lost or mixed up
-  in a transfer, but it is no protection against forgery. It is the same number on every
+  in a transfer, but it does not protect against forgery. It is the same number on every
   device.
 
   Args:

@@ -110,7 +110,7 @@ def flatten(params: Params) -> dict[str, Any]:
   """Returns the leaves of nested dicts by their dotted names.
 
   Raises:
-    ValueError: The tree is made of something else, or a key is no plain name.
+    ValueError: The tree is made of something else, or a key is not a plain name.
   """
   leaves: dict[str, Any] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):

@@ -85,7 +85,7 @@ def _arrange(sizes: tuple[int, ...], devices: list[Any]) -> Mesh:
   try:
     return jax.make_mesh(sizes, MESH_AXES, axis_types=types, devices=devices)
   except NotImplementedError:
-    # A size that is no product of a torus's axes, such as 8 of 4 × 4 × 4: one is split.
+    # A size that is not a product of a torus's axes, as 8 of 4 × 4 × 4: one is split.
     device_array = mesh_utils.create_device_mesh(
       sizes, devices, allow_split_physical_axes=True
     )
