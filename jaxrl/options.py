@@ -71,7 +71,7 @@ def defaults(fn: Callable[..., Any]) -> dict[str, Any]:
 
 
 def closest_match(name: str, names: Iterable[str]) -> str | None:
-  """Returns the most similar of some names, or None when nothing is close.
+  """Returns the most similar of several names, or None when nothing is close.
 
   Args:
     name: The name to match.
@@ -250,7 +250,7 @@ def check_callable(fn: Any, where: str, wanted: str = 'a class or function') -> 
 def check_options(
   fn: Callable[..., Any], options: Mapping[str, Any], where: str
 ) -> None:
-  """Checks that a function takes some options.
+  """Checks that a function has the given options, and their values.
 
   Names are checked against the keyword-only parameters; values against the type of the
   default, `Literal` annotations, `| None` where the value is None, and the ranges that

@@ -214,7 +214,7 @@ def _modules(part: Params) -> list[Params]:
 
 
 def _has_codes(tree: Params) -> bool:
-  """Returns whether some matrix is kept in 8 bits."""
+  """Returns whether any matrix is kept in 8 bits."""
   return 'codes' in tree or any(_has_codes(one) for one in _modules(tree))
 
 

@@ -433,7 +433,7 @@ class ModelConfig:
 
   @property
   def has_linear_attention(self) -> bool:
-    """Returns whether some layer is a gated DeltaNet."""
+    """Returns whether any layer is a gated DeltaNet."""
     return any(layer.linear_attention for layer in self.layer_configs)
 
   @property

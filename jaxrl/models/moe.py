@@ -47,8 +47,8 @@ def apply_experts(
 def select_implementation(x: jax.Array, kernels: str, platform: str | None) -> ExpertFn:
   """Selects how experts are computed; see `kernels.experts`.
 
-  States `[N, D]` are those of decode, which waits for the experts' weights, nearly all
-  of which any batch of some size needs.
+  States `[N, D]` come from decode, which waits for the experts' weights: all but the
+  smallest batches need nearly all of them.
 
   Args:
     x: States `[…, D]`.

@@ -4,7 +4,7 @@ A game's task is the seed of its environment, so that a finite set of tasks is a
 set of seeds. A prefix is the first turns of an earlier episode of the same task: the
 environment is reset as it was then and stepped with the same replies, so that its state
 is a true one. The replies are context for the episode that goes on from there, and are
-not trained on. Which prefix an episode has, the queue says: see `PrefixGroupQueue`.
+not trained on. The queue chooses each episode's prefix: see `PrefixGroupQueue`.
 """
 
 from typing import Any
@@ -84,8 +84,8 @@ class ReplayEnvManager(EnvManager):
   async def _replay(self, cache: RolloutCache, prefix: Any) -> None:
     """Steps the environment with the replies of an earlier episode.
 
-    What the environment shows is tokenized anew, so it is what the model is shown even
-    where it differs from what was shown then.
+    Its observations are tokenized anew: where they differ from those of the earlier
+    episode, the model is shown the new ones.
     """
     num_changed = 0
     for reply, state in zip(prefix.replies, prefix.states, strict=False):

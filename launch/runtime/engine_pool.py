@@ -36,7 +36,7 @@ class EngineHandle:
     self._actor = actor
 
   def key(self) -> str:
-    """Returns an id of the actor, which another one in its place does not have."""
+    """Returns an id of the actor, which its replacement does not share."""
     return self._actor._actor_id.hex()
 
   def __getattr__(self, name: str) -> Any:
@@ -71,8 +71,8 @@ class EnginePool:
   Args:
     start: Makes the actor of a `MonitoredEngine`, given the engine's number.
     count: Number of engines.
-    restarts: How often in a row an engine may be lost; then it is given up, and with
-      the last of them the run.
+    restarts: Times in a row that an engine may be lost before it is given up. The run
+      ends with its last engine.
     steady: Seconds after which an engine counts as running well: losses start over.
     hang: Seconds without an answer, or in one dispatch, after which it counts as lost.
     begin: The same for its start.

@@ -20,7 +20,7 @@ class InsufficientResources(ConfigError):
 
 
 def list_nodes(ray: Any, avoid: Collection[str] = ()) -> list[ClusterNode]:
-  """Returns the machines that are up, except for those of some node ids."""
+  """Returns the machines that are up, except for those with given node ids."""
   nodes = [node for node in ray.nodes() if node['NodeID'] not in avoid]
   resources = [node['Resources'] for node in nodes if node['Alive']]
   return [ClusterNode(int(r.get('GPU', 0)), int(r.get('TPU', 0))) for r in resources]
@@ -57,7 +57,7 @@ class PlacementGroup:
     self._group: Any = None
     self._device_names: dict[int | None, list[str]] = {}  # of bundles that are shared
     if placement.bundles:
-      # Apart as far as machines go: one that is lost takes as little as can be.
+      # On as many machines as there are, so that a lost one takes little with it.
       bundles = [dict(bundle) for bundle in placement.bundles]
       selector = {'ray.io/node-id': f'!in({",".join(avoid)})'} if avoid else {}
       self._group = placement_group(
@@ -126,7 +126,7 @@ class PlacementGroup:
         self._own_node, soft=False
       )
     elif resources.bundle is None and node_id is not None:
-      # Ray takes soft=True for leave to start what claims nothing anywhere.
+      # With soft=True, Ray would start actors that claim nothing on any machine.
       options['scheduling_strategy'] = NodeAffinitySchedulingStrategy(
         node_id, soft=False
       )

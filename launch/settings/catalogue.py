@@ -247,7 +247,7 @@ def component_pages(name: str, plugins: Plugins) -> list[str]:
 
 
 def _page(name: str, component: Any, kinds: list[str]) -> str:
-  """Describes a component of some kinds."""
+  """Describes a component, which may be of several kinds."""
   title = f'{name}: {" or ".join(kinds)}'
   try:
     value = load_component(component)

@@ -240,7 +240,7 @@ def layer_kinds(
 
 
 def write_windows(config: 'ModelConfig') -> dict[str, Any]:
-  """Returns the settings in config.json of layers of which some have windows."""
+  """Returns the settings in config.json for layers some of which have windows."""
   window = max(layer.window for layer in config.layer_configs)
   return {'layer_types': list(config.layer_types), 'sliding_window': window or None}
 

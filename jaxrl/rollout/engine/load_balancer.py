@@ -157,7 +157,7 @@ class LoadBalancer:
     return picked
 
   def cool_down(self, engine: int, seconds: float) -> None:
-    """Assigns no requests to an engine for some time.
+    """Assigns no requests to an engine for a while.
 
     Args:
       engine: The engine's index.

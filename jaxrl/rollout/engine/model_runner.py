@@ -398,7 +398,7 @@ class ModelRunner:
   def update_slots(
     self, slots: SlotState, is_updated: np.ndarray, new_state: SlotState
   ) -> SlotState:
-    """Overwrites the state of some slots.
+    """Overwrites the state of slots.
 
     Args:
       slots: The device state; it is donated.

@@ -251,7 +251,7 @@ class Scheduler:
     return self._source_in(self._prefix_index.get(key, set()) - vacant, target)
 
   def _source_in(self, slots: set[int], target: int) -> int | None:
-    """Returns the first of some slots in the partition of `target`."""
+    """Returns the first of `slots` in the partition of `target`."""
     partition = self._partition(target)
     return min((s for s in slots if self._partition(s) == partition), default=None)
 

@@ -283,7 +283,7 @@ class ThreadedDecoder:
   def update_slots(
     self, slots: list[SlotState], is_updated: np.ndarray, new_state: SlotState
   ) -> list[SlotState]:
-    """Overwrites the state of some slots; see `ModelRunner.update_slots`."""
+    """Overwrites the state of slots; see `ModelRunner.update_slots`."""
     size = self.partition_runner.num_slots
     updated = []
     for i, local_slots in enumerate(slots):

@@ -232,7 +232,7 @@ def parse_chat(
 
 
 def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[str, ...]:
-  """Returns the names of the tools of which some must be called; () if none must."""
+  """Returns the tools of which at least one must be called; () if none must."""
   if choice in (None, 'auto', 'none'):
     return ()
   names = [tool['function']['name'] for tool in tools]

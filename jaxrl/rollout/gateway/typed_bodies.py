@@ -30,7 +30,7 @@ def check_model(value: Any, model: type[T], place: str = '') -> T:
 
   Args:
     value: The value.
-    model: A `msgspec.Struct`, or a union of some.
+    model: A `msgspec.Struct`, or a union of several.
     place: Where the value is in the body; '' for the body itself.
 
   Returns:

@@ -74,7 +74,7 @@ class StoreGroupSource:
       max_staleness: How many steps old a token may be; None for any age.
       stop_requested: Returns True once the user asked to stop.
       clock: Returns the time in seconds.
-      sleep: Waits for some seconds.
+      sleep: Waits for a number of seconds.
     """
     self.num_groups = num_groups
     self._reader = reader

@@ -29,7 +29,7 @@ LINK_SECONDS = 3600
 MAX_PAGE = 1000
 _CHECKPOINT = 'training_runs/{run}/checkpoints/{kind}/{name}'
 _TO_NOBODY = 'who has the key of this server sees all its checkpoints, and nobody else'
-# Method and path of what the API has and this server has not, with the reason.
+# Method and path of routes that the API has and this server lacks, with the reason.
 REFUSED = {
   ('POST', f'{_CHECKPOINT}/publish'): f'nothing can be published: {_TO_NOBODY}',
   ('DELETE', f'{_CHECKPOINT}/publish'): f'nothing is published: {_TO_NOBODY}',
