@@ -63,7 +63,7 @@ def compile_program(
     loop_rounds: Iterations of loops whose trip count is not fixed in the program.
 
   Returns:
-    The program with its costs; `too_large` if the memory of the device does not suffice.
+    The program with its costs; `too_large` if a device has too little memory for it.
   """
   start = time.perf_counter()
   flop_count = flops.count_flops(_live_jaxpr(traced.jaxpr), loop_rounds)
