@@ -21,8 +21,8 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.algorithm = base.get_config(algorithm).algorithm  # the preset's own defaults
   config.num_steps = 3
   config.model.random = MODEL
-  schema = registry.make(algorithm).data_format
-  form = quickstart.FORMS.get(schema, 'worked')
+  data_format = registry.make(algorithm).data_format
+  form = quickstart.FORMS.get(data_format, 'worked')
   config.dataset.path = f'generate:arithmetic({PROBLEMS}, form={form!r})'
   config.dataset.limit = 100
   config.batch.num_groups = 2

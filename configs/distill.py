@@ -11,8 +11,8 @@ graded, but for the evaluations: what it gets better at, it has from the teacher
 
 `configs/distill.py:jsd` weighs likely and unlikely tokens otherwise. `:distill` matches
 the teacher's likeliest tokens on written conversations, and on the student's own with
---config.algorithm.schema=rollout. An environment tag may have a teacher of its own:
---config.teacher.by_tag.arithmetic=FOLDER.
+--config.algorithm.data_format=rollout. An environment tag may have a teacher of its
+own: --config.teacher.by_tag.arithmetic=FOLDER.
 """
 
 from configs import quickstart

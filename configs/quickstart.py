@@ -21,8 +21,8 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.num_steps = 60
   config.model.random = 'qwen3(num_layers=3)'
   problems = f'kinds={KINDS}, max_number=15'
-  schema = registry.make(algorithm).data_format
-  form = FORMS.get(schema, 'worked')
+  data_format = registry.make(algorithm).data_format
+  form = FORMS.get(data_format, 'worked')
   config.dataset.path = f'generate:arithmetic({problems}, form={form!r})'
   config.sft.path = f'generate:arithmetic({problems}, misread_share={MISREAD})'
   config.dataset.limit = 10_000
@@ -34,11 +34,11 @@ def get_config(algorithm: str = 'grpo') -> Config:
   config.env.arithmetic = base.env_section('math', max_tokens_per_step=32)
   config.eval.update(interval=20, num_tasks=500)
   config.sft.update(num_steps=600, batch_size=64, learning_rate=2e-3, warmup_steps=30)
-  if schema in ('messages', 'text'):  # supervised as a whole: no start is needed
+  if data_format in ('messages', 'text'):  # supervised as a whole: no start is needed
     config.num_steps, config.sft.num_steps = 600, 0
     config.batch.num_groups = 64
     config.optimizer.update(learning_rate=2e-3, warmup_steps=30, lr_schedule='cosine')
-  elif schema == 'preference' and 'beta' in config.algorithm:
+  elif data_format == 'preference' and 'beta' in config.algorithm:
     config.algorithm.beta = 0.5  # at .1 so small a model is soon far from its start
   config.checkpoint.update(save_interval=20, export=True)
   return config

@@ -45,10 +45,11 @@ def validate(
 
 def _problems(algorithm: Algorithm, chosen: Collection[str]) -> Iterator[str]:
   corrected = algorithm.correction is not None
-  if corrected and 'behaviour' in chosen and algorithm.old_logprobs_source == 'rollout':
+  is_chosen = 'old_logprobs_source' in chosen
+  if corrected and is_chosen and algorithm.old_logprobs_source == 'rollout':
     yield (
-      "behaviour='rollout' starts ratios from the rollout's log-probs, which contain "
-      'the mismatch already: a correction would count it twice. Leave behaviour out, '
+      "old_logprobs_source='rollout' starts ratios from the rollout's log-probs, which "
+      'contain the mismatch already: a correction would count it twice. Leave it out, '
       "or set correction='none'"
     )
   yield from _unknown_fields(algorithm)

@@ -60,21 +60,19 @@ COMPONENT_MODULES: dict[str, ModuleType] = {
 # the builder's choice.
 SETTINGS: dict[str, Any] = {
   'aggregation': '',
-  'behaviour': '',
+  'old_logprobs_source': '',
   'sampler': '',
   'filters': '',
   'shapers': '',
-  'schema': '',
+  'data_format': '',
   'critic_warmup': 0,
 }
 # Those that a config offers for every algorithm. The others are the builder's
 # decisions: a config has a key for one if the builder has such an option.
 CONFIG_SETTINGS = ('aggregation', 'sampler')
-# Settings whose name differs from the field of `Algorithm`.
-FIELD_OF_SETTING = {'behaviour': 'old_logprobs_source', 'schema': 'data_format'}
 SETTING_CHOICES = {
-  'behaviour': ('rollout', 'decoupled'),
-  'schema': ('rollout', 'messages', 'preference', 'text'),
+  'old_logprobs_source': ('rollout', 'decoupled'),
+  'data_format': ('rollout', 'messages', 'preference', 'text'),
 }
 
 
@@ -153,15 +151,14 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
     for name, value in overrides.items()
     if value != SETTINGS.get(name, '')
   }
-  fields = {algorithm_field(name): value for name, value in changes.items()}
-  algorithm = dataclasses.replace(algorithm, **fields)
+  algorithm = dataclasses.replace(algorithm, **changes)
   for field, part in requirements.components_of(algorithm).items():
     function, chosen = unwrap(part), options_of(part)
     check_options(function, chosen, f'algorithm {spec}, {field}')
     if function.__module__.startswith('jaxrl.functional'):
       _check_ranges(function.__name__, chosen, f'{field}={function.__name__}')
   for name in SETTINGS:
-    _setting(name, getattr(algorithm, algorithm_field(name)))
+    _setting(name, getattr(algorithm, name))
   consistency.validate(algorithm, f'algorithm {spec}', chosen=changes)
   for message in consistency.warning_messages(algorithm):
     warnings.warn(f'algorithm {spec}: {message}', stacklevel=2)
@@ -197,11 +194,6 @@ def _check_ranges(name: str, options: Mapping[str, Any], component: str = '') ->
     value = f'{option}={options[option]}'
     where = f'{component}: {value}' if component else f'{value}:'
     raise ConfigError(f'algorithm.{where} {allowed}')
-
-
-def algorithm_field(setting: str) -> str:
-  """Returns the field of `Algorithm` that a setting's config key names."""
-  return FIELD_OF_SETTING.get(setting, setting)
 
 
 def make_component(field: str, component: Component) -> Callable[..., Any] | None:

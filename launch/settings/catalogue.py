@@ -64,7 +64,10 @@ FAMILIES = {
 _SKIPPED_SECTIONS = re.compile(
   r'\n(?:Args|Attributes|Returns|Raises|Keyword Args):\n.*', re.DOTALL
 )
-_SHOWN_SETTINGS = 'schema group_size aggregation behaviour sampler batch_unit'.split()
+_SHOWN_SETTINGS = (
+  *('data_format', 'group_size', 'aggregation', 'old_logprobs_source', 'sampler'),
+  'batch_unit',
+)
 
 
 def summary(spec: str) -> str:
@@ -290,10 +293,7 @@ def _algorithm_lines(spec: str) -> Iterator[str]:
   yield from _option_lines(defaults(function), {}, _ranges(function, spec))
   if made.provenance:
     yield from ('', f'defaults  {PROVENANCE[made.provenance]}')
-  shown = [
-    f'{setting} {getattr(made, registry.algorithm_field(setting))}'
-    for setting in _SHOWN_SETTINGS
-  ]
+  shown = [f'{setting} {getattr(made, setting)}' for setting in _SHOWN_SETTINGS]
   extra = {
     'filters': join_calls(made.filters),
     'shapers': join_calls(made.shapers),

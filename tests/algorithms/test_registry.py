@@ -70,7 +70,7 @@ def test_options_reach_their_parts():
     ('grpo', {'advantage': 'grpo(std_over=3)'}, "'group', 'batch'"),
     ('grpo', {'aggregation': 'token_sum'}, "Did you mean 'token_mean'"),
     ('grpo', {'aggregation': 'sequence_mean_token_sum_norm(length=0)'}, 'length=1024'),
-    ('grpo', {'behaviour': 'rolout'}, "Did you mean 'rollout'"),
+    ('grpo', {'old_logprobs_source': 'rolout'}, "Did you mean 'rollout'"),
   ],
 )
 def test_errors_name_the_place_and_what_exists(spec, options, words):
@@ -103,7 +103,7 @@ def test_needs_follow_from_the_parts():
   assert requirements.needs(make_algorithm('grpo', {'kl_coef': 0.0})) == frozenset()
   assert requirements.needs(make_algorithm('ppo')) == {'ref_logprobs', 'values'}
   assert requirements.needs(make_algorithm('sft')) == frozenset()
-  decoupled = make_algorithm('grpo', {'behaviour': 'decoupled', 'kl_coef': 0})
+  decoupled = make_algorithm('grpo', {'old_logprobs_source': 'decoupled', 'kl_coef': 0})
   assert requirements.needs(decoupled) == {'old_logprobs'}
   bonus = make_algorithm('sft', {'entropy_loss': 'entropy_loss(coef=.01)'})
   assert requirements.needs(bonus) == {'entropy'}
@@ -197,10 +197,10 @@ def test_a_correction_is_decoupled_and_scores_only_what_it_must():
     without.old_logprobs_source == 'decoupled'
     and requirements.needs(without) == frozenset()
   )
-  for options in ({'behaviour': 'decoupled'}, {'correction': 'tis'}):
+  for options in ({'old_logprobs_source': 'decoupled'}, {'correction': 'tis'}):
     penalised = make_algorithm('rloo', options)  # its k1 is of the old policy
     assert requirements.needs(penalised) == {'old_logprobs', 'ref_logprobs'}
-  same = {'correction': 'mis', 'behaviour': 'decoupled'}
+  same = {'correction': 'mis', 'old_logprobs_source': 'decoupled'}
   assert make_algorithm('grpo', same).correction is corrections.mis
   by_hand = Algorithm(policy_loss=losses.ppo_clip, correction=corrections.tis)
   assert requirements.split_hparams(by_hand)[0].old_logprobs_source == 'decoupled'
@@ -209,7 +209,7 @@ def test_a_correction_is_decoupled_and_scores_only_what_it_must():
 @pytest.mark.parametrize(
   'spec, options, words',
   [
-    ('grpo', {'correction': 'tis', 'behaviour': 'rollout'}, 'count it twice'),
+    ('grpo', {'correction': 'tis', 'old_logprobs_source': 'rollout'}, 'count it twice'),
     ('grpo', {'correction': 'tas'}, "Did you mean 'tis'"),
     ('grpo', {'policy_loss': 'dpo'}, "batch_unit='row' may separate them"),
     ('grpo', {'kl_controller': 'adaptive', 'kl_coef': 0.0}, 'there is neither'),
@@ -220,7 +220,7 @@ def test_a_correction_is_decoupled_and_scores_only_what_it_must():
     ('grpo', {'critic_warmup': 3}, 'there is none'),
     ('grpo', {'critic_warmup': -1}, 'at least 0'),
     ('grpo', {'critic_warmup': '3'}, 'must be a int'),
-    ('grpo', {'schema': 'roll'}, "Did you mean 'rollout'"),
+    ('grpo', {'data_format': 'roll'}, "Did you mean 'rollout'"),
     ('grpo', {'filters': 'a(x=1) + b(y)'}, 'options go by name'),
     ('grpo', {'sampler': 'mixed(0.1)'}, 'options go by name'),
   ],
@@ -282,7 +282,7 @@ def test_settings_are_set_and_left():
       'sampler': 'fifo(a=1)',
       'filters': 'none',
       'shapers': 'a(x=1) + b',
-      'schema': 'text',
+      'data_format': 'text',
     },
   )
   assert (str(algorithm.sampler), algorithm.filters) == ('fifo(a=1)', ())

@@ -51,32 +51,32 @@ def load(algorithm, *overrides, config=runs.DEBUG):
     ('sft', ['num_epochs=-1'], ['num_epochs=-1', 'at least 0']),
     (
       'raft',
-      ['algorithm.schema=messages', 'algorithm.policy_loss=ppo_clip'],
+      ['algorithm.data_format=messages', 'algorithm.policy_loss=ppo_clip'],
       ['algorithm raft needs the log-probs', "old_logprobs_source='decoupled'"],
     ),
     (
       'raft',
-      ['algorithm.schema=messages', 'algorithm.advantage=grpo(rank_penalty=.1)'],
+      ['algorithm.data_format=messages', 'algorithm.advantage=grpo(rank_penalty=.1)'],
       ['log-probs that tokens were sampled with', 'do not have'],
     ),
     (
       'raft',
-      ['algorithm.schema=messages', 'algorithm.advantage=remax'],
+      ['algorithm.data_format=messages', 'algorithm.advantage=remax'],
       ['greedy attempt'],
     ),
     (
       'raft',
-      ['algorithm.schema=messages', 'algorithm.advantage=gigpo'],
+      ['algorithm.data_format=messages', 'algorithm.advantage=gigpo'],
       ['what the environment showed'],
     ),
     (
       'raft',
-      ['algorithm.schema=messages', 'algorithm.correction=tis'],
+      ['algorithm.data_format=messages', 'algorithm.correction=tis'],
       ['correction judges what the policy sampled', 'leave it out'],
     ),
     (
       'raft',
-      ['algorithm.schema=messages', 'rollout.group_filter=reward_std'],
+      ['algorithm.data_format=messages', 'rollout.group_filter=reward_std'],
       ['group_filter=reward_std', 'plays nothing', "'none' removes"],
     ),
   ],
@@ -140,7 +140,7 @@ def test_rated_rows_of_the_users_own_names(tmp_path):
     '--config.sft.num_steps=0',
     f'--config.dataset.path={file}',
     *(f'--config.dataset.columns.{name}={key}' for name, key in keys.items()),
-    '--config.algorithm.schema=messages',
+    '--config.algorithm.data_format=messages',
     '--config.num_epochs=2',
     config=f'{runs.DEBUG}:raft',
   )

@@ -110,7 +110,7 @@ async def taught(learner, steps, *, plays, tags='ab'):
     extended('on_policy_distill', {}),
     slow('jsd', {'beta': 0.1, 'policy_loss': 'importance_sampling'}),
     extended('grpo', {'advantage': 'grpo_distill', 'kl_loss': 'none'}),
-    slow('distill', {'schema': 'rollout', 'kind': 'reverse', 'top_k': 16}),
+    slow('distill', {'data_format': 'rollout', 'kind': 'reverse', 'top_k': 16}),
   ],
 )
 async def test_on_policy_the_student_comes_closer(name, options):

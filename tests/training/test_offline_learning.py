@@ -87,7 +87,7 @@ async def test_raft_learns_the_best_row_of_a_prompt_alone():
     line.sample_index = member
     line.rewards[-1] = line.env_group % 2
   best = [[line] for line in groups[0] if line.score > 0]
-  raft, sft = learner('raft', 8, schema='messages'), learner('sft', 8)
+  raft, sft = learner('raft', 8, data_format='messages'), learner('sft', 8)
   await raft.update(groups)
   await sft.update(best)
   for one, other in zip(*map(jax.tree.leaves, (raft.params, sft.params)), strict=True):
@@ -95,7 +95,11 @@ async def test_raft_learns_the_best_row_of_a_prompt_alone():
 
 
 async def test_rows_without_log_probs_start_from_ratio_one_when_decoupled():
-  options = {'schema': 'preference', 'behaviour': 'decoupled', 'kl_coef': 0.0}
+  options = {
+    'data_format': 'preference',
+    'old_logprobs_source': 'decoupled',
+    'kl_coef': 0.0,
+  }
   trainer = learner('grpo', 16, **options)
   metrics = await trainer.update(pairs(8))
   assert metrics['loss/policy'] == pytest.approx(0, abs=1e-5)  # advantages sum to 0

@@ -153,7 +153,7 @@ def with_experts(seed=0):
 async def test_the_learner_reports_rollouts_alone():
   """Policy off by nothing, so all that is told of the mismatch is of rollouts."""
   played, written = with_experts()
-  options = {'behaviour': 'decoupled'}
+  options = {'old_logprobs_source': 'decoupled'}
   history = []
   for groups in (played, played + written):
     learner = toy.learner(make_algorithm('grpo', options), num_rows=10)

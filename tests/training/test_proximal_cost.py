@@ -18,7 +18,7 @@ def flops_by_program(name, options=None):
 
 def test_a_quarter_of_the_operations_of_a_decoupled_step_is_saved():
   """A forward pass beside the forward and backward of the update itself."""
-  decoupled = flops_by_program('dapo', {'behaviour': 'decoupled'})
+  decoupled = flops_by_program('dapo', {'old_logprobs_source': 'decoupled'})
   saved = flops_by_program('a3po')
   share = 1 - sum(saved.values()) / sum(decoupled.values())
   print(f'saved {share:.1%}: {decoupled} {saved}')

@@ -75,7 +75,7 @@ async def test_masked_tokens_leave_the_loss_but_not_the_rewards():
 
 
 async def test_what_is_young_enough_is_as_without_a_bound():
-  algorithm = registry.make('grpo', {'behaviour': 'decoupled'})
+  algorithm = registry.make('grpo', {'old_logprobs_source': 'decoupled'})
   tables = []
   for bound in (None, drop(max=0), mask(max=4), recompute(max=0)):
     learner, metrics = await update(algorithm, bound)
@@ -87,7 +87,7 @@ async def test_what_is_young_enough_is_as_without_a_bound():
 
 
 async def test_recomputed_rows_alone_start_from_the_learners_log_probs():
-  grpo = registry.make('grpo', {'kl_coef': 0.0, 'behaviour': 'decoupled'})
+  grpo = registry.make('grpo', {'kl_coef': 0.0, 'old_logprobs_source': 'decoupled'})
   corrected = dataclasses.replace(
     grpo, correction=functools.partial(corrections.tis, cap=1.5)
   )
@@ -112,7 +112,7 @@ async def test_recomputed_rows_alone_start_from_the_learners_log_probs():
 async def test_mismatch_is_told_apart_by_age():
   groups = aged()
   _, metrics = await update(
-    registry.make('grpo', {'behaviour': 'decoupled'}), None, groups
+    registry.make('grpo', {'old_logprobs_source': 'decoupled'}), None, groups
   )
   gap = logprobs(stacked(groups, 'tokens')) - stacked(groups, 'rollout_logprobs')
   version = np.where(
@@ -138,7 +138,7 @@ async def test_tokens_after_older_ones_count_as_stale():
   first = groups[0][0]
   actions = np.flatnonzero(first.action_mask)
   first.weights_version[actions[0]] = 4
-  algorithm = registry.make('grpo', {'behaviour': 'decoupled'})
+  algorithm = registry.make('grpo', {'old_logprobs_source': 'decoupled'})
   _, metrics = await update(algorithm, None, groups)
   gap = logprobs(stacked(groups, 'tokens')) - stacked(groups, 'rollout_logprobs')
   action = stacked(groups, 'action_mask')
@@ -153,7 +153,7 @@ async def test_a_limit_that_leaves_no_token_is_told_at_once_and_stops_the_run(ca
   groups = toy.groups()
   for row in (row for group in groups for row in group):
     row.weights_version[row.action_mask] = 1
-  algorithm = registry.make('grpo', {'behaviour': 'decoupled'})
+  algorithm = registry.make('grpo', {'old_logprobs_source': 'decoupled'})
   learner, metrics = await update(algorithm, mask(max=1), groups)
   assert metrics['staleness/masked'] == 1 and metrics['optimizer/grad_norm'] == 0
   # Nothing was compared, and nothing has an entropy: no healthy 0 is reported.

@@ -66,7 +66,7 @@ def exact(metrics, name):
   return pytest.approx(metrics[name], rel=1e-6)
 
 
-async def test_behaviour_decides_whose_log_probs_are_old():
+async def test_the_source_decides_whose_log_probs_are_old():
   grpo = make_algorithm('grpo', {'kl_coef': 0.0})
   decoupled = dataclasses.replace(grpo, old_logprobs_source='decoupled')
   (metrics,) = await train(decoupled)

@@ -191,13 +191,13 @@ CASES = {
   ),
   'forward distillation': (
     'distill',
-    {'schema': 'rollout', 'kind': 'forward', 'top_k': 5},
+    {'data_format': 'rollout', 'kind': 'forward', 'top_k': 5},
     taught,
     formula('distill', kind='forward'),
   ),
   'reverse distillation': (
     'distill',
-    {'schema': 'rollout', 'kind': 'reverse', 'top_k': 5},
+    {'data_format': 'rollout', 'kind': 'reverse', 'top_k': 5},
     taught,
     formula('distill', kind='reverse'),
   ),

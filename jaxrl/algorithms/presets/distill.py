@@ -14,7 +14,7 @@ def distill(
   top_k: int = 64,
   skew: float = 0.1,
   head: float = 0.5,
-  schema: Literal['messages', 'text', 'rollout'] = 'messages',
+  data_format: Literal['messages', 'text', 'rollout'] = 'messages',
   group_size: int = 1,
 ) -> Algorithm:
   """Builds a divergence to the teacher on conversations, texts or rollouts.
@@ -27,7 +27,7 @@ def distill(
     top_k: How many of the teacher's likeliest tokens count.
     skew: The teacher's share in the skewed divergence.
     head: The teacher's probability of the head in the adaptive divergence.
-    schema: What it learns from: files of messages or texts, or rollouts.
+    data_format: What it learns from: files of messages or texts, or rollouts.
     group_size: Samples per task.
 
   Returns:
@@ -35,8 +35,8 @@ def distill(
   """
   return Algorithm(
     policy_loss=partial(losses.distill, kind=kind, top_k=top_k, skew=skew, head=head),
-    data_format=schema,
-    sampler='fifo' if schema == 'rollout' else 'file',
+    data_format=data_format,
+    sampler='fifo' if data_format == 'rollout' else 'file',
     group_size=group_size,
     provenance='ours',
   )

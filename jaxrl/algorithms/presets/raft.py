@@ -10,7 +10,7 @@ from jaxrl.types import Algorithm
 def raft(
   *,
   threshold: float = 0.0,
-  schema: Literal['rollout', 'messages'] = 'rollout',
+  data_format: Literal['rollout', 'messages'] = 'rollout',
   group_size: int = 8,
 ) -> Algorithm:
   """Maximises the likelihood of each task's best samples above `threshold`.
@@ -20,8 +20,8 @@ def raft(
 
   Args:
     threshold: Episodes with at most this reward are left out.
-    schema: Where samples come from: 'rollout' plays them, 'messages' reads rated ones
-      from files.
+    data_format: Where samples come from: 'rollout' plays them, 'messages' reads rated
+      ones from files.
     group_size: Samples per task.
 
   Returns:
@@ -30,7 +30,7 @@ def raft(
   return Algorithm(
     advantage=partial(advantages.best_of_group, threshold=threshold),
     policy_loss=losses.sft,
-    data_format=schema,
+    data_format=data_format,
     group_size=group_size,
     provenance='ours',
   )
