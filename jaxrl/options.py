@@ -269,48 +269,29 @@ def check_options(
   for name, value in options.items():
     if name not in parameters:
       raise unknown_name_error(name, parameters, 'option', where)
-    _check_value(parameters[name], value, f'{where}: option {name!r}')
+    if problem := _parameter_problem(parameters[name], value):
+      raise ConfigError(f'{where}: {name}={value!r}: {problem}')
   _check_ranges(fn, options, where)
 
 
-def _check_value(parameter: inspect.Parameter, value: Any, where: str) -> None:
+def _parameter_problem(parameter: inspect.Parameter, value: Any) -> str:
+  """Says why a parameter cannot have a value; '' if it can."""
   annotation, default = parameter.annotation, parameter.default
   if value is None:
-    if default is None or 'None' in str(annotation):
-      return
-    raise ConfigError(f'{where} cannot be None; its default is {default!r}.')
-  choices = _choices(annotation)
-  if choices:
-    if value not in choices:
-      listing = ', '.join(repr(c) for c in choices)
-      raise ConfigError(f'{where} is {value!r}; it must be one of {listing}.')
-    return
-  wanted = _wanted_types(annotation, default)
-  if wanted and not any(_fits(value, kind) for kind in wanted):
-    kinds = ' or '.join(kind.__name__ for kind in wanted)
-    raise ConfigError(
-      f'{where} is {value!r}, a {type(value).__name__}; it must be a {kinds}.'
-    )
+    takes_none = default is None or 'None' in str(annotation)
+    return '' if takes_none else f'must not be none; the default is {default!r}'
+  value = tuple(value) if isinstance(value, list) else value
+  return _problem(_parameter_kind(parameter), value)
 
 
-def _choices(annotation: Any) -> tuple[Any, ...]:
-  """Returns the values of a `Literal`, also inside a union; empty if there is none."""
-  if typing.get_origin(annotation) is typing.Literal:
-    return typing.get_args(annotation)
-  nested_choices = (
-    _choices(a) for a in typing.get_args(annotation) if a is not annotation
-  )
-  return next((choices for choices in nested_choices if choices), ())
-
-
-def _wanted_types(annotation: Any, default: Any) -> list[type]:
-  members = _members(annotation)
-  if any(hasattr(member, 'from_text') for member in members):
-    return []
-  plain_types = [kind for kind in members if kind in (bool, int, float, str)]
-  if not plain_types and isinstance(default, bool | int | float | str):
-    plain_types = [type(default)]
-  return plain_types
+def _parameter_kind(parameter: inspect.Parameter) -> 'Kind':
+  """Returns how a parameter's values are read; its default speaks for an annotation."""
+  annotation, default = parameter.annotation, parameter.default
+  kind = value_kind(annotation)
+  is_known = kind.type is not None or len(_members(annotation)) > 1
+  if not is_known and isinstance(default, SCALARS):
+    return kind._replace(types=(type(default),))
+  return kind
 
 
 def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
@@ -324,9 +305,7 @@ def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
     bool, int, float or str, the first of several; None if the signature does not say.
   """
   parameter = inspect.signature(fn).parameters.get(option)
-  if parameter is None:
-    return None
-  wanted = _wanted_types(parameter.annotation, parameter.default)
+  wanted = _parameter_kind(parameter).types if parameter else ()
   return wanted[0] if wanted else None
 
 
@@ -338,7 +317,8 @@ def _fits(value: Any, wanted: type) -> bool:
   return isinstance(value, wanted)
 
 
-PLAIN_TYPES = (bool, int, float, str, tuple)
+SCALARS = (bool, int, float, str)
+PLAIN_TYPES = (*SCALARS, tuple)
 NOUNS = {
   bool: 'true or false',
   int: 'a whole number',
@@ -375,6 +355,8 @@ class Kind(NamedTuple):
     is_many: Whether a value is a tuple of what `type` reads, as in 'a + b'.
     options: The class of nested options, or of those in a mapping.
     entry: The plain type of a tuple's entries; None if they may be anything.
+    types: The plain types of which a value has one; () for any.
+    choices: The values that the annotation lists; () for any.
   """
 
   type: Any
@@ -382,6 +364,8 @@ class Kind(NamedTuple):
   is_many: bool = False
   options: 'type[Options] | None' = None
   entry: Any = None
+  types: tuple[Any, ...] = ()
+  choices: tuple[Any, ...] = ()
 
 
 def option(
@@ -484,23 +468,28 @@ def _read(field: dataclasses.Field[Any], kind: Kind, value: Any) -> Any:
     value = tuple(value)
   if kind.type is float and isinstance(value, int) and not isinstance(value, bool):
     value = float(value)
-  if kind.type in PLAIN_TYPES and not _fits(value, kind.type):
-    noun = NOUNS[kind.type] + (' or none' if kind.is_optional else '')
-    raise OptionError(name, repr(value), f'must be {noun}')
-  for entry in value if kind.entry and isinstance(value, tuple) else ():
-    if not _fits(entry, kind.entry):
-      problem = f'{entry!r} in it must be {NOUNS[kind.entry]}'
-      raise OptionError(name, repr(value), problem)
-  choices = field.metadata.get('choices')
-  if choices is not None and value not in choices:
-    guess = closest_match(str(value), choices)
-    hint = f'; did you mean {guess!r}?' if guess else ''
-    listing = ', '.join(choices)
-    raise OptionError(name, repr(value), f'is not one of {listing}{hint}')
+  if problem := _problem(kind, value, field.metadata.get('choices', ())):
+    raise OptionError(name, repr(value), problem)
   allowed: Range | None = field.metadata.get('range')
   if allowed is not None and value not in allowed:
     raise OptionError(name, value, str(allowed))
   return value
+
+
+def _problem(kind: Kind, value: Any, choices: Sequence[Any] = ()) -> str:
+  """Says why an option cannot have a value; '' if it can."""
+  if (choices := choices or kind.choices) and value not in choices:
+    names = [str(choice) or "''" for choice in choices]
+    guess = closest_match(str(value), names)
+    hint = f'; did you mean {guess!r}?' if guess else ''
+    return f'is not one of {", ".join(names)}{hint}'
+  if kind.types and not any(_fits(value, wanted) for wanted in kind.types):
+    nouns = [NOUNS[wanted] for wanted in kind.types] + ['none'] * kind.is_optional
+    return f'must be {" or ".join(nouns)}'
+  for entry in value if kind.entry and isinstance(value, tuple) else ():
+    if not _fits(entry, kind.entry):
+      return f'{entry!r} in it must be {NOUNS[kind.entry]}'
+  return ''
 
 
 def _from_text(kind: Kind, text: str) -> Any:
@@ -545,7 +534,8 @@ def value_kind(hint: Any) -> Kind:
   if texts and (takes_functions or str not in members):  # the others are what it makes
     return Kind(texts[0], is_optional)
   if len(members) != 1:
-    return Kind(None, is_optional)
+    scalars = tuple(member for member in members if member in SCALARS)
+    return Kind(None, is_optional, types=() if texts else scalars)
   (member,) = members
   origin, arguments = typing.get_origin(member), typing.get_args(member)
   entry = value_kind(arguments[0]).type if origin is tuple and arguments else None
@@ -554,15 +544,17 @@ def value_kind(hint: Any) -> Kind:
   if isinstance(member, type) and issubclass(member, Options):
     return Kind(Options, options=member)
   if origin is not None and isinstance(origin, type) and issubclass(origin, Mapping):
-    inner = arguments[1]
+    inner = arguments[-1]
     is_section = isinstance(inner, type) and issubclass(inner, Options)
     return Kind(Mapping, options=inner if is_section else None)
   if origin is typing.Literal:
-    return Kind(type(arguments[0]), is_optional)
+    return Kind(type(arguments[0]), is_optional, choices=arguments)
   plain = origin or member
-  if plain is tuple and arguments and arguments[0] in PLAIN_TYPES:
-    return Kind(tuple, is_optional, entry=arguments[0])
-  return Kind(plain if plain in PLAIN_TYPES else None, is_optional)
+  if plain not in PLAIN_TYPES:
+    return Kind(None, is_optional)
+  has_entries = plain is tuple and arguments and arguments[0] in PLAIN_TYPES
+  entry = arguments[0] if has_entries else None
+  return Kind(plain, is_optional, entry=entry, types=(plain,))
 
 
 def descriptions(cls: type[Options]) -> dict[str, str]:

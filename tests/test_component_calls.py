@@ -33,6 +33,9 @@ def loss(
   mode: Literal['a', 'b'] = 'a',
   on: bool = True,
   name: str = 'x',
+  size: int | str = 1,
+  sizes: tuple[int, ...] = (),
+  free=0.5,
 ):
   return clip
 
@@ -45,6 +48,9 @@ def test_defaults_are_the_keyword_only_parameters():
     'mode',
     'on',
     'name',
+    'size',
+    'sizes',
+    'free',
   ]
   assert defaults(loss)['clip'] == 0.2
   assert defaults(partial(loss, clip=1.0))['clip'] == 1.0
@@ -56,6 +62,7 @@ def test_defaults_are_the_keyword_only_parameters():
     {'clip': 1},
     {'clip': 0.5, 'dual': None},
     {'rounds': 3, 'mode': 'b', 'on': False, 'name': ''},
+    {'size': 'max', 'sizes': [1, 2], 'free': 1},
   ],
 )
 def test_right_options_pass(options):
@@ -67,13 +74,18 @@ def test_right_options_pass(options):
   [
     ({'clpi': 1.0}, ['here', "'clpi'", "Did you mean 'clip'?", 'dual', 'rounds']),
     ({'logprobs': 1.0}, ["no option 'logprobs'"]),
-    ({'clip': 'much'}, ["'much'", 'float']),
-    ({'clip': True}, ['True', 'float']),
-    ({'clip': None}, ['None', '0.2']),
-    ({'rounds': 1.5}, ['1.5', 'int']),
-    ({'on': 1}, ['bool']),
-    ({'mode': 'c'}, ["'c'", "'a', 'b'"]),
-    ({'name': 3}, ['str']),
+    ({'clip': 'much'}, ["here: clip='much': must be a number"]),
+    ({'clip': True}, ['clip=True: must be a number']),
+    ({'clip': None}, ['clip=None: must not be none; the default is 0.2']),
+    ({'dual': 'x'}, ["dual='x': must be a number or none"]),
+    ({'rounds': 1.5}, ['rounds=1.5: must be a whole number']),
+    ({'on': 1}, ['on=1: must be true or false']),
+    ({'mode': 'c'}, ["mode='c': is not one of a, b"]),
+    ({'mode': None}, ['mode=None: must not be none']),
+    ({'name': 3}, ['name=3: must be a text']),
+    ({'size': (1,)}, ['size=(1,): must be a whole number or a text']),
+    ({'sizes': [1, 'x']}, ["'x' in it must be a whole number"]),
+    ({'free': 'x'}, ["free='x': must be a number"]),
   ],
 )
 def test_wrong_options_say_what_is_wrong_and_what_exists(options, words):

@@ -34,6 +34,7 @@ from jaxrl.functional.components import (
   options_of,
 )
 from jaxrl.options import (
+  NOUNS,
   ConfigError,
   check_callable,
   check_options,
@@ -273,7 +274,7 @@ def _setting(name: str, value: Any) -> Any:
     return _call_setting(name, value)
   expected_type = type(SETTINGS[name])
   if not isinstance(value, expected_type) or isinstance(value, bool):
-    raise ConfigError(f'algorithm.{name}={value!r} must be a {expected_type.__name__}')
+    raise ConfigError(f'algorithm.{name}={value!r}: must be {NOUNS[expected_type]}')
   if name == 'critic_warmup' and value < 0:
     raise ConfigError(f'algorithm.critic_warmup={value}: must be at least 0')
   choices = SETTING_CHOICES.get(name)

@@ -155,7 +155,7 @@ def test_a_part_by_dotted_path_and_its_options(folder, slot, name, option):
   assert getattr(algorithm, slot).keywords == {option: 1.5}
   with pytest.raises(ConfigError, match=f"no option 'size'.*There are: {option}"):
     make_algorithm('grpo', {slot: f'{file}:{name}(size=1)'})
-  with pytest.raises(ConfigError, match='must be a float'):
+  with pytest.raises(ConfigError, match='must be a number'):
     make_algorithm('grpo', {slot: f"{file}:{name}({option}='x')"})
 
 

@@ -276,7 +276,7 @@ def same(groups, others):
     ('replay(decay=-1)', 'decay=-1: must be at least 0'),
     ('replay(fresh=0)', 'fresh=0: must be above 0'),
     ('replay(use_limit=0)', 'use_limit=0: must be at least 1'),
-    ('replay(capacity=1.5)', 'must be a int'),
+    ('replay(capacity=1.5)', 'must be a whole number'),
     ('mixed(expert_share=1)', 'must be between 0 and 1'),
     ('mixed(expert_share=.9)', 'leaves 0 of 8 rows for rollouts'),
     ('warmup(steps=0)', 'steps=0: must be at least 1'),

@@ -46,7 +46,7 @@ def test_bounds_are_calls_with_a_default():
     ('dorp(max=2)', "no rule 'dorp'.*Did you mean 'drop'"),
     ('drop(maxx=2)', "no option 'maxx'.*Did you mean 'max'"),
     ('mask(max=-1)', 'max must be at least 0'),
-    ('mask(max=1.5)', 'must be a int'),
+    ('mask(max=1.5)', 'must be a whole number'),
   ],
 )
 def test_what_is_no_bound_is_refused(text, message):

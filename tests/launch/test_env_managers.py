@@ -150,7 +150,7 @@ def test_a_manager_from_scratch_plays_the_same_episodes(folder, ours, tmp_path):
     ('broken.py:FewOptions', "unexpected keyword argument 'temperature'"),
     ('broken.py:ForAgents', 'is not played by an agent: derive'),
     ('last_turn_manager.py:LastTurnManager(colour=1)', "no option 'colour'"),
-    ('last_turn_manager.py:LastTurnManager(scale="x")', 'must be a float'),
+    ('last_turn_manager.py:LastTurnManager(scale="x")', 'must be a number'),
     ('last_turn_manager.py:LastTurnManager(max_steps=2)', "'max_steps' is an option"),
   ],
 )

@@ -60,7 +60,7 @@ REFUSED = {
   'objct_store': "Did you mean 'object_store'",
   'object_store(fullevery=3)': "no option 'fullevery'. Did you mean 'full_every'",
   'object_store(keep=0)': 'keep must be at least 1',
-  'object_store(keep="two")': 'must be a int',
+  'object_store(keep="two")': 'must be a whole number',
   "shared_memory(dtype='bfloat8')": "Did you mean 'bfloat16'",
   "shared_memory(dtype='int8')": "no dtype 'int8'",
   'auto(keep=2)': "no option 'keep'",

@@ -88,10 +88,10 @@ def test_what_is_no_real_scalar_is_refused(kind):
     ('', 'at least one'),
     ('exac', "no grader 'exac'. Did you mean 'exact'"),
     ('exact(cases=True)', "no option 'cases'. Did you mean 'case'"),
-    ('exact(case=1)', 'must be a bool'),
+    ('exact(case=1)', 'must be true or false'),
     ("exact(weight='1')", 'weight is .1.; it must be a number'),
     (f'{SLOW}:length(size=2)', "no option 'size'"),
-    (f"{SLOW}:length(timeout='1')", 'must be a float'),
+    (f"{SLOW}:length(timeout='1')", 'must be a number'),
     (f'{SLOW}:longth', 'longth'),
   ],
 )

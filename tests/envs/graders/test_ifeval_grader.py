@@ -133,8 +133,8 @@ def test_a_task_of_ifevals_own_files():
     ('no_commas', "no constraint 'no_commas'. Did you mean 'no_comma'"),
     ('number_words', 'number_words: give it num_words=…'),
     ('number_words(words=3)', "no option 'words'"),
-    ("number_words(num_words=3, relation='over')", "must be one of 'at least'"),
-    ("number_words(num_words='3')", 'must be a int'),
+    ("number_words(num_words=3, relation='over')", 'is not one of at least'),
+    ("number_words(num_words='3')", 'must be a whole number'),
   ],
 )
 def test_wrong_rules_are_refused_at_once(rules, message):

@@ -76,7 +76,7 @@ def test_errors_and_time():
     ('many', {}, "'words'"),
     ('bound', {}, "'needed' must be set"),
     ('shout', {'marks': '?'}, "Did you mean 'mark'"),
-    ('shout', {'mark': 3}, 'must be a str'),
+    ('shout', {'mark': 3}, 'must be a text'),
     ('shot', {}, "Did you mean 'shout'"),
   ],
 )

@@ -188,10 +188,10 @@ def test_tools_by_name_and_ones_own():
     ('', 'name at least one'),
     ('pyton', "Did you mean 'python'"),
     ('python(timeouts=3)', "Did you mean 'timeout'"),
-    ("python(timeout='3')", 'must be a float'),
-    (f'{FILE}:shout(timeout="a")', 'must be a float'),
+    ("python(timeout='3')", 'must be a number'),
+    (f'{FILE}:shout(timeout="a")', 'must be a number'),
     (f'{FILE}:Counter(to=3)', "no option 'to'"),
-    ("mcp(command='x', per='turn')", "'episode', 'environment', 'process'"),
+    ("mcp(command='x', per='turn')", 'is not one of episode, environment, process'),
   ],
 )
 def test_wrong_specs(spec, words):
