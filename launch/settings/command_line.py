@@ -21,13 +21,12 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import OptionalField, describe_keys, from_config, to_config
-from jaxrl.options import ConfigError, Options, closest_match, error_prefix
+from jaxrl.options import NOUNS, ConfigError, Options, closest_match, error_prefix
 
 TRUE = ('true', '1', 'yes', 'on')
 FALSE = ('false', '0', 'no', 'off')
 # Sections that take keys of any name.
 OPEN_SECTIONS = ('model.template_options', 'teacher.by_tag')
-NOUNS = {bool: 'true or false', int: 'a whole number', float: 'a number'}
 
 
 @dataclasses.dataclass(frozen=True)
