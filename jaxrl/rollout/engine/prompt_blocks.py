@@ -63,21 +63,6 @@ def obstacle(
   return ''
 
 
-def check(prompt_block: int, config: ModelConfig, **engine: Any) -> None:
-  """Checks that an engine can compute prompts in blocks.
-
-  Args:
-    prompt_block: Tokens of a block.
-    config: The model's shape.
-    **engine: As in `obstacle`.
-
-  Raises:
-    ValueError: If it cannot.
-  """
-  if problem := obstacle(config, **engine):
-    raise ValueError(f'prompt_block={prompt_block}: {problem}; leave prompt_block at 0')
-
-
 class BlockPrefill:
   """Computes prompts block by block, up to a few slots' blocks at a time."""
 

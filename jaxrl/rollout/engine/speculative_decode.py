@@ -41,21 +41,6 @@ class Drafting:
   tokens: int
   match: int
 
-  def check(self, config: ModelConfig, **engine: Any) -> None:
-    """Checks that an engine can check drafts.
-
-    Args:
-      config: The model's shape.
-      **engine: As in `obstacle`.
-
-    Raises:
-      ValueError: If it cannot.
-    """
-    if problem := obstacle(config, **engine):
-      raise ValueError(
-        f'draft_tokens={self.tokens}: {problem}; leave draft_tokens at 0'
-      )
-
 
 def obstacle(
   config: ModelConfig, *, platform: str, devices: int, keeps_prompts: bool

@@ -164,14 +164,15 @@ def check_cache_use(
   if prompt_block:
     from jaxrl.rollout.engine import prompt_blocks  # most compute prompts whole
 
-    prompt_blocks.check(prompt_block, model.config, **place)
+    if problem := prompt_blocks.obstacle(model.config, **place):
+      raise ValueError(f'prompt_block={prompt_block}: {problem}; leave it at 0')
   if not draft_tokens:
     return None
   from jaxrl.rollout.engine import speculative_decode  # most draft nothing
 
-  drafting = speculative_decode.Drafting(draft_tokens, draft_match)
-  drafting.check(model.config, **place)
-  return drafting
+  if problem := speculative_decode.obstacle(model.config, **place):
+    raise ValueError(f'draft_tokens={draft_tokens}: {problem}; leave it at 0')
+  return speculative_decode.Drafting(draft_tokens, draft_match)
 
 
 class ThreadedDecoder:
