@@ -299,7 +299,7 @@ def check_curriculum_class(value: Any, where: str) -> None:
   """
   if not isinstance(value, type) or not issubclass(value, Curriculum):
     raise ValueError(
-      f'{where}: {component_name(value)} is no curriculum: derive a class from '
+      f'{where}: {component_name(value)} is not a curriculum: derive a class from '
       'jaxrl.data.curricula.Curriculum'
     )
 

@@ -222,7 +222,7 @@ def find_checkpoint(text: str, *, only_config: bool = False) -> str:
   wanted = CONFIG_FILES if only_config else _MODEL_FILES
   files = [file for file in wanted if file in repo.files]
   if 'config.json' not in files:
-    raise HubError(f'{name} on the Hub holds no config.json: it is no model as we read')
+    raise HubError(f'{name} on the Hub holds no config.json: so it is not a model')
   if not only_config:
     files += _weight_files(repo)
   return str(repo.download(files))
@@ -296,7 +296,7 @@ def _hub_error(name: HubName, kind: Kind, error: Exception) -> HubError:
   elif isinstance(error, errors.OfflineModeIsEnabled):
     reason = 'it is not in the cache, and HF_HUB_OFFLINE is set: unset it, or download'
   elif isinstance(error, errors.HFValidationError):
-    reason = f'it is no name there: {_first_line(error)}'
+    reason = f'it is not a name there: {_first_line(error)}'
   elif _is_unreachable(error):
     cause = f'it answers {status}' if status else _first_line(error)
     reason = (

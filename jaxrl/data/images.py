@@ -101,8 +101,8 @@ def as_image(value: Any) -> Image:
     except (OSError, SyntaxError) as error:
       raise ValueError(f'a broken image: {error}') from error
   raise ValueError(
-    f'a {type(value).__name__} is no image: give a PIL image, an array of pixels, the '
-    'bytes of a PNG or JPEG file, or a data: URL'
+    f'{type(value).__name__} is not a type of images: give a PIL image, an array of '
+    'pixels, the bytes of a PNG or JPEG file, or a data: URL'
   )
 
 
@@ -270,8 +270,8 @@ def _from_array(array: np.ndarray) -> Any:
   shape = array.shape
   if array.ndim not in (2, 3) or (array.ndim == 3 and shape[2] not in (1, 3, 4)):
     raise ValueError(
-      f'an array of shape {list(shape)} is no image: it must be [H, W], or [H, W, C] '
-      'with 1, 3 or 4 channels'
+      f'an array of shape {list(shape)} is not an image: it must be [H, W], or '
+      '[H, W, C] with 1, 3 or 4 channels'
     )
   _check_size(shape[1], shape[0])
   if array.dtype.kind == 'f':
@@ -292,8 +292,8 @@ def _data_url_bytes(text: str) -> bytes:
   head, comma, body = text[:100].partition(',')
   if not text.startswith('data:'):
     raise ValueError(
-      f'{text[:60]!r} is no data: URL, and nothing is fetched: send the image itself, '
-      'as data:image/png;base64,…'
+      f'{text[:60]!r} is not a data: URL, and nothing is fetched: send the image '
+      'itself, as data:image/png;base64,…'
     )
   if not comma or not head.endswith(';base64'):
     raise ValueError('a data: URL of an image must be data:image/png;base64,…')

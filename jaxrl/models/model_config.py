@@ -386,7 +386,7 @@ class ModelConfig:
     for kind, kind_fields in kinds.items():
       for name, _ in kind_fields:
         if name not in names:
-          raise ValueError(f'layer_kinds: {kind!r} sets {name!r}, which is no field')
+          raise ValueError(f'layer_kinds: {kind!r} sets {name!r}, which is not a field')
 
   def _check_latents(self) -> None:
     """Raises ValueError for sizes that make up no latent attention."""

@@ -44,7 +44,7 @@ def find_env_manager(
   name = component_name(manager)
   if not callable(manager) and ':' not in name:
     raise ConfigError(
-      f'{where}: {name!r} is no location: write path/file.py:Class or '
+      f'{where}: {name!r} is not a location: write path/file.py:Class or '
       'package.module:Class'
     )
   shared = {'tag': '', **EnvManagerOptions().as_dict()}
@@ -55,7 +55,7 @@ def find_env_manager(
     )
   name, cls, options = ENV_MANAGERS.find(manager, where)
   if not isinstance(cls, type):
-    raise ConfigError(f'{where}: {name} is no class')
+    raise ConfigError(f'{where}: {name} is not a class')
   if not inspect.iscoroutinefunction(getattr(cls, 'run_rollout_loop', None)):
     raise ConfigError(
       f'{where}: {name} has no coroutine run_rollout_loop(data); define it with '

@@ -77,7 +77,7 @@ def _parts(source: pathlib.Path) -> list[pathlib.Path]:
     return [source]
   config = source / 'config.json'
   if not config.exists():
-    raise ConfigError(f'{source} is no file and no folder of a run: name one')
+    raise ConfigError(f'{source} is neither a file nor a folder of a run: name one')
   patterns = dump_patterns(json.loads(config.read_text('utf-8')), source)
   paths = {path for pattern in patterns for path in glob.glob(pattern)}
   if not paths:

@@ -27,7 +27,7 @@ def check_port(host: str, port: int) -> None:
       host or None, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
     )
   except OSError as error:
-    raise ConfigError(f'--host={host}: is no address: {error.strerror}') from error
+    raise ConfigError(f'--host={host}: is not an address: {error.strerror}') from error
   for family, kind, protocol, _, address in dict.fromkeys(infos):
     with socket.socket(family, kind, protocol) as listener:
       listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -67,7 +67,7 @@ def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
   for term in filter(None, (term.strip() for term in text.split(','))):
     match = re.fullmatch(r'(\d+)(?:\s*-\s*(\d+))?', term)
     if match is None:
-      raise ConfigError(f"{term!r} is no step and no range of steps; write '10-12, 50'")
+      raise ConfigError(f"{term!r} is not a step or a range; write '10-12, 50'")
     first = int(match[1])
     last = int(match[2] or first)
     if last < first or (ranges and first <= ranges[-1][1]):

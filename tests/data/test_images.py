@@ -88,7 +88,7 @@ def test_grey_and_transparent_pixels_become_rgb():
     (np.zeros((0, 3), np.uint8), '3 × 0 pixels'),
     (np.full((2, 2), 1.5), 'outside 0 … 1'),
     (np.zeros((2, 2), np.int32), 'pixels of int32'),
-    (7, 'a int is no image'),
+    (7, 'int is not a type of images'),
   ],
 )
 def test_what_is_no_image_is_refused_in_one_line(value, words):

@@ -326,7 +326,7 @@ def test_a_base_model_with_a_template_is_told_of():
 def test_a_template_of_another_model_is_refused(template):
   tokenizer = copy.deepcopy(real.load_tokenizer('mistral_v1'))
   tokenizer.chat_template = real.read_template(template)
-  with pytest.raises(ValueError, match='is no token of this tokenizer'):
+  with pytest.raises(ValueError, match='is not a token of this tokenizer'):
     ChatTokenizer(tokenizer)
   assert ChatTokenizer(tokenizer, ChatOptions(stop_token_ids=(2,)))
 

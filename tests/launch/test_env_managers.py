@@ -144,7 +144,7 @@ def test_a_manager_from_scratch_plays_the_same_episodes(folder, ours, tmp_path):
   [
     ('missing.py:Manager', 'there is no file'),
     ('broken.py:Manager', "no attribute 'Manager'"),
-    ('broken.py:function', 'is no class'),
+    ('broken.py:function', 'is not a class'),
     ('broken.py:NoLoop', 'has no coroutine run_rollout_loop'),
     ('broken.py:PlainLoop', 'has no coroutine run_rollout_loop'),
     ('broken.py:FewOptions', "unexpected keyword argument 'temperature'"),
@@ -167,7 +167,7 @@ def test_a_wrong_class_is_refused_before_anything_is_loaded(
 def test_a_name_without_a_file_is_refused(tmp_path, capsys):
   assert runs.main(tmp_path / 'run', f'{KEY}=Mine', config=runs.VARIED) == 2
   error = capsys.readouterr().err
-  assert f"{KEY}=Mine: 'Mine' is no location" in error and error.count('\n') == 1
+  assert f"{KEY}=Mine: 'Mine' is not a location" in error and error.count('\n') == 1
 
 
 @pytest.mark.parametrize(

@@ -174,7 +174,7 @@ def test_what_cannot_be_is_said_before_any_work(spec, message, tmp_path, capsys)
     ('def grade(reply, item):\n  return "good"\n', "returned 'good'; it must return"),
     ('def grade(reply, item):\n  return [1.0]\n', 'returned [1.0]; it must return'),
     ('def grade(reply, item):\n  return float("nan")\n', 'returned nan; it must'),
-    ('def grade(reply, item):\n  return 1j\n', 'complex, which is no number'),
+    ('def grade(reply, item):\n  return 1j\n', 'complex, which is not a number'),
   ],
 )
 @pytest.mark.parametrize('place', ['rollout.rewards', 'env.math.env_config.grader'])

@@ -92,5 +92,5 @@ def test_a_filter_of_the_wrong_kind_is_told_by_the_first_real_group():
 def test_what_is_no_sampler_or_curriculum_is_refused(wrong):
   with pytest.raises(ValueError, match='deriv'):
     find_sampler(wrong)
-  with pytest.raises(ValueError, match='is no curriculum: derive a class'):
+  with pytest.raises(ValueError, match='is not a curriculum: derive a class'):
     make_curriculum(wrong, [{'question': '1', 'answer': '1'}], 0)

@@ -139,7 +139,8 @@ def find_turn_end(
   """
   for number in stop_token_ids:
     if not 0 <= number < len(tokenizer):
-      problem = f'{number} is no token of the tokenizer, which has {len(tokenizer):,}'
+      size = f'{len(tokenizer):,}'
+      problem = f'{number} is not a token of the tokenizer, which has {size}'
       raise ChatOptionError('stop_token_ids', problem)
   reply = {'role': 'assistant', 'content': MARK}
   whole = render([QUESTION, reply], prompt=False)
@@ -157,7 +158,7 @@ def find_turn_end(
     stops |= _find_written_ends(added, render, reply, found)
   if not found and last.strip() and not stop_token_ids:
     raise ValueError(
-      f'the chat template ends a reply with {last.strip()!r}, which is no token of '
+      f'the chat template ends a reply with {last.strip()!r}, which is not a token of '
       'this tokenizer, so that nothing would stop a reply there: use the template of '
       'this model, add the token to the tokenizer, or name the tokens that end a reply '
       'in the option stop_token_ids'

@@ -219,7 +219,7 @@ def _check_surrogates(text: str, value: Any, where: str) -> None:
   except UnicodeEncodeError as error:
     letter = error.object[error.start]
     raise DataError(
-      f'{where}: {letter!a} is half of a surrogate pair, which is no text'
+      f'{where}: {letter!a} is half of a surrogate pair, which is not text'
     ) from error
 
 

@@ -269,7 +269,7 @@ def _check_python(python: str) -> None:
       raise ValueError(f"the environment 'verifiers' needs verifiers: {_INSTALL}")
     return
   if shutil.which(python) is None:
-    what = 'is no program' if pathlib.Path(python).exists() else 'does not exist'
+    what = 'is not a program' if pathlib.Path(python).exists() else 'does not exist'
     raise ValueError(f"{where}: {what}; 'verifiers' needs: {_INSTALL}")
   if not _has_verifiers(python):
     raise ValueError(f'{where}: has no verifiers: {_INSTALL}')

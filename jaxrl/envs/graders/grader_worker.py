@@ -66,7 +66,7 @@ def _plain_number(value: Any) -> float:
   if number is None:
     shape = getattr(value, 'shape', None)
     what = f'{type(value).__name__} of shape {shape}' if shape else type(value).__name__
-    raise TypeError(f'it returned a {what}, which is no number')
+    raise TypeError(f'it returned a {what}, which is not a number')
   return number
 
 

@@ -84,7 +84,7 @@ def parse_path(path: str) -> tuple[str, str, str]:
   parts = path.removeprefix('tinker://').split('/')
   if not path.startswith('tinker://') or len(parts) != 3 or parts[1] not in KINDS:
     raise RequestError(
-      f'{path[:80]!r} is no checkpoint: tinker://RUN/weights/NAME is expected, or '
+      f'{path[:80]!r} is not a checkpoint: tinker://RUN/weights/NAME is expected, or '
       'sampler_weights'
     )
   check_name(_file_name(parts[0]).replace('~', '-'), 'run')

@@ -275,7 +275,7 @@ class RestRoutes:
       )
     known = self._store.find_run(run_id)
     if known is not None and known.get('copied_from') != body.source_path:
-      raise RequestError(f'run {run_id} exists and is no copy of {body.source_path}')
+      raise RequestError(f'run {run_id} exists and is not a copy of {body.source_path}')
     if not self._store.checkpoints(run_id):
       names = 'rank', 'train_attn', 'train_mlp', 'train_unembed', 'base_model'
       facts = {name: record[name] for name in names}

@@ -257,7 +257,7 @@ class SamplingService:
     if wanted is not None:
       ids = request_bodies.read_targets(wanted, length, self._options.max_targets)
       if ids.min() < -1 or ids.max() >= self._model.config.vocab_size:
-        raise RequestError('target_prompt_logprobs has ids that are no tokens')
+        raise RequestError('target_prompt_logprobs has ids that are not tokens')
       targets = np.concatenate([targets, np.maximum(ids, 0).astype(np.int32)], axis=1)
     none = np.zeros((0, 1)), np.zeros((0, top_k), np.int32), np.zeros((0, top_k))
     scored = (*none, np.zeros((0, draws), np.int32), np.zeros((0, draws)))

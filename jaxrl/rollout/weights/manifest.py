@@ -168,7 +168,8 @@ def _decode_region(entry: dict[str, Any]) -> tuple[Region, tuple[Chunk, ...]]:
   shape, offset, extent = (tuple(entry[k]) for k in ('shape', 'offset', 'extent'))
   region = Region(entry['name'], entry['dtype'], shape, offset, extent)
   if region.dtype not in SAFETENSORS_DTYPES:
-    raise CorruptWeightsError(f'{region.name}: {region.dtype!r} is no dtype of weights')
+    problem = f'{region.dtype!r} is not a dtype of weights'
+    raise CorruptWeightsError(f'{region.name}: {problem}')
   ends = [o + e for o, e in zip(offset, extent, strict=True)]
   fits = all(e <= n for e, n in zip(ends, shape, strict=True))
   if not fits or min((*offset, *extent), default=0) < 0:

@@ -157,7 +157,7 @@ class FolderTransport:
 
   def _file(self, name: str) -> pathlib.Path:
     if not _NAME_PATTERN.fullmatch(name):
-      raise ValueError(f'{name!r} is no name for weights')
+      raise ValueError(f'{name!r} is not a name for weights')
     return self.path / name
 
   def _sync_folder(self) -> None:

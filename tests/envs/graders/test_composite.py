@@ -78,7 +78,7 @@ def test_any_real_scalar_is_a_score(kinds, score):
   ['text', 'complex', 'np.complex64', 'list', 'vector', 'none', 'np.nan', 'np.inf'],
 )
 def test_what_is_no_real_scalar_is_refused(kind):
-  with pytest.raises(GraderError, match=r'finite number|which is no number'):
+  with pytest.raises(GraderError, match=r'finite number|which is not a number'):
     make_grader(f'{SLOW}:scalar(kind="{kind}")')('', ITEM)
 
 

@@ -391,7 +391,7 @@ def test_the_config_says_which_kinds_of_layers_there_are():
     ({'layer_kinds': config.layer_kinds[:1]}, "'full_attention' is in one of them"),
     (
       {'layer_kinds': (('sliding_attention', (('a', 1),)), ('full_attention', ()))},
-      "'sliding_attention' sets 'a', which is no field",
+      "'sliding_attention' sets 'a', which is not a field",
     ),
   ):
     with pytest.raises(ValueError, match=message):
