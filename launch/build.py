@@ -10,7 +10,7 @@ import jax
 from jaxrl.algorithms import requirements
 from jaxrl.component_table import join_calls
 from jaxrl.data import hub
-from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.functional.components import call_string
 from jaxrl.model_loading import LoadedModel
@@ -70,11 +70,12 @@ def build(
   runtime, device_thread = make_runtime(settings), DeviceThread()
   source: GroupSource | None = None
   try:
-    mesh = None if runtime.hosts_learner else make_run_mesh(settings)
+    mesh = None if runtime.hosts_learner else make_run_mesh(settings.mesh)
     policy, rollouts = _build_rollouts(settings, runtime, device_thread, workdir)
     players = None
     if rollouts is not None:
-      players = Players(settings, rollouts, learns_here=not runtime.hosts_learner)
+      sleeps, learns_here = settings.placement.sleeps, not runtime.hosts_learner
+      players = Players(rollouts, sleeps=sleeps, learns_here=learns_here)
     source = _make_source(settings, policy, players, workdir, stop)
     teachers = None
     if batch_fields.asks_other_models(settings.algorithm):
@@ -165,11 +166,11 @@ def _make_source(
   return PlayedGroups(settings, sampler, players)
 
 
-def _describe_replies(settings: RunSettings, policy: LoadedModel) -> str:
+def _describe_replies(options: ChatOptions, policy: LoadedModel) -> str:
   """Says which tokens end a reply, and warns if that is doubtful."""
   if policy.tokenizer.chat_template is None:
     return 'no chat template: the model learns texts alone'
-  chat = ChatTokenizer(policy.tokenizer, settings.chat)
+  chat = ChatTokenizer(policy.tokenizer, options)
   if chat.turn_end.doubt:
     log.warning('--config.model.checkpoint: %s', chat.turn_end.doubt)
   return chat.describe()
@@ -184,7 +185,7 @@ def _name_formats_in_dumps(
 
   for each in sink.sinks:
     if isinstance(each, TrajectoryDump):
-      each.formats(name_formats(settings, policy))
+      each.formats(name_formats(settings.chat, policy))
 
 
 def _describe_run(
@@ -208,7 +209,7 @@ def _describe_run(
   return {
     'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
     f'vocabulary {shape.vocab_size}, from {origin}',
-    'replies': _describe_replies(settings, policy),
+    'replies': _describe_replies(settings.chat, policy),
     'devices': learners.describe(),
     'data': describe_tasks(settings),
     'algorithm': f'{settings.algorithm_name}: {listing}',

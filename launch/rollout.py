@@ -324,7 +324,7 @@ class DatasetRolloutJob:
       plays = DatasetRollout(settings, policy, runtime, device_thread, tests, mode=mode)
       asyncio.run(plays.check_prompts())
       if dump.store is None:
-        self._columns.formats = name_formats(settings, policy)
+        self._columns.formats = name_formats(settings.chat, policy)
         self._ledger = DumpJournal(folder / 'ledger', writer, part_size=part_size)
       else:
         self._columns, self._ledger, self._where = open_store_target(

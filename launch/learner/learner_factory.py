@@ -20,7 +20,7 @@ from jaxrl.rollout.weights.weight_store import cast_copy
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.learner import Learner
 from jaxrl.training.optimizers import Optimizer, OptimizerOptions, make_optimizer
-from jaxrl.training.parallelism.mesh import make_mesh
+from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.types import Group, Params
 from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings
@@ -158,18 +158,18 @@ async def copy_params(device_thread: DeviceThread, params: Any) -> Any:
   return await (snapshot() if snapshot else device_thread.run(cast_copy, params))
 
 
-def make_run_mesh(settings: RunSettings, devices: Sequence[Any] | None = None) -> Mesh:
+def make_run_mesh(options: MeshOptions, devices: Sequence[Any] | None = None) -> Mesh:
   """Returns the run's mesh.
 
   Args:
-    settings: Settings of the run.
+    options: The mesh of the run.
     devices: The devices of the mesh; None takes all devices of the process.
 
   Raises:
     ConfigError: For axis sizes that do not make up the devices.
   """
   with error_prefix('--config.mesh'):
-    return make_mesh(settings.mesh, devices=devices)
+    return make_mesh(options, devices=devices)
 
 
 class LocalLearnerFactory:

@@ -16,18 +16,16 @@ from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models import huggingface
 from jaxrl.options import error_prefix
+from jaxrl.run_options import BatchOptions, TeacherOptions
 from jaxrl.training.teacher_scoring import Teachers, WeightedTeachers
-from launch.settings.run_settings import (
-  RunSettings,
-  teacher_key,
-)
+from launch.settings.run_settings import RunSettings, teacher_key
 
 
-def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
+def teacher_vocabulary(teacher: TeacherOptions) -> tuple[Any, int]:
   """Loads the vocabulary that a student trained from scratch shares with its teacher.
 
   Args:
-    settings: Settings of a run with a teacher.
+    teacher: The teachers of the run, at least one.
 
   Returns:
     The first teacher's tokenizer and the rows of its embedding table.
@@ -35,7 +33,7 @@ def teacher_vocabulary(settings: RunSettings) -> tuple[Any, int]:
   Raises:
     ConfigError: For a folder that holds no such thing.
   """
-  tag, terms = next(iter(settings.teacher.weighted.items()))
+  tag, terms = next(iter(teacher.weighted.items()))
   name, _ = terms[0]
   with error_prefix(f'{teacher_key(tag)}={name}', OSError):
     folder = hub.find_checkpoint(name)
@@ -77,15 +75,14 @@ class TeacherSet:
       default,
       by_tag,
       mesh=mesh,
-      chunk_rows=_chunk_rows(settings, num_rows),
+      chunk_rows=_chunk_rows(settings.batch, num_rows),
       temperature=settings.rollout.temperature,
       tags=tuple(settings.training_tags) if settings.plays else (),
     )
 
 
-def _chunk_rows(settings: RunSettings, num_rows: int) -> int:
+def _chunk_rows(batch: BatchOptions, num_rows: int) -> int:
   """Returns the rows a teacher scores at a time: about a micro-batch of the learner."""
-  batch = settings.batch
   if batch.packing_plan is not None:
     return max(1, batch.packing_plan.tokens // max(batch.padded_lengths))
   return -(-num_rows // (batch.num_minibatches * max(1, batch.num_micro_batches)))

@@ -19,6 +19,7 @@ from jaxrl.models.families import known_configs
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError, error_prefix
+from jaxrl.run_options import TeacherOptions
 from jaxrl.training import batch_fields
 from jaxrl.training.learner import Learner
 from jaxrl.types import Algorithm, Params
@@ -100,7 +101,8 @@ def read_run(settings: RunSettings) -> PlannedRun:
   if shape is None:
     shape = settings.model.random_config
     assert shape is not None
-    for teacher_shape in teacher_shapes(settings).values():  # whose vocabulary it takes
+    teachers = teacher_shapes(settings.teacher)
+    for teacher_shape in teachers.values():  # it takes the first one's vocabulary
       shape = shape.replace(vocab_size=teacher_shape.vocab_size)
       break
   shape = shape.replace(value_head=settings.algorithm.value_loss is not None)
@@ -193,10 +195,10 @@ def cast_shapes(shapes: Params, dtype: str | None) -> Params:
   return jax.tree.map(cast_one, shapes)
 
 
-def teacher_shapes(settings: RunSettings) -> dict[str, ModelConfig]:
+def teacher_shapes(teacher: TeacherOptions) -> dict[str, ModelConfig]:
   """Returns the shapes of the teachers by folder; several tags may share one."""
   shapes = {}
-  weighted = settings.teacher.weighted.values()
+  weighted = teacher.weighted.values()
   for folder in (folder for terms in weighted for folder, _ in terms):
     shape, _ = model_shape(folder, 'teacher.checkpoint')
     assert shape is not None  # each is named
@@ -209,7 +211,7 @@ def _teachers(run: PlannedRun) -> teacher_set.TeacherSet | None:
   if not batch_fields.asks_other_models(run.algorithm):
     return None
   policies, size = {}, run.shape.vocab_size
-  for folder, shape in teacher_shapes(run.settings).items():
+  for folder, shape in teacher_shapes(run.settings.teacher).items():
     if shape.vocab_size < size:
       raise ConfigError(
         f'teacher {folder}: its table has {shape.vocab_size} rows; {size} are needed'
@@ -252,4 +254,4 @@ def make_learner(
 
 def planned_mesh(run: PlannedRun, devices: Sequence[Any]) -> Mesh:
   """Returns the mesh of the run on these devices, see `make_run_mesh`."""
-  return make_run_mesh(run.settings, devices)
+  return make_run_mesh(run.settings.mesh, devices)

@@ -60,11 +60,16 @@ class Players:
     rollouts: Plays.
   """
 
-  def __init__(
-    self, settings: RunSettings, rollouts: RolloutScheduler, *, learns_here: bool
-  ):
+  def __init__(self, rollouts: RolloutScheduler, *, sleeps: bool, learns_here: bool):
+    """Takes the rollout side.
+
+    Args:
+      rollouts: Plays.
+      sleeps: Whether the engine gives up its cache while the learner trains.
+      learns_here: Whether the learner is in this process.
+    """
     self.rollouts = rollouts
-    self._sleeps = settings.placement.sleeps
+    self._sleeps = sleeps
     # A learner elsewhere has to leave its memory to the engine while it generates.
     self._learner_sleeps = self._sleeps and not learns_here
     self._are_warm = False

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 
 from jaxrl import model_loading
-from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import num_players
 from jaxrl.model_loading import LoadedModel
@@ -79,7 +79,7 @@ def load_policy(
     # Imported here because only algorithms that distil have teachers.
     from launch.learner.teacher_set import teacher_vocabulary
 
-    options['tokenizer'], vocab_size = teacher_vocabulary(settings)
+    options['tokenizer'], vocab_size = teacher_vocabulary(settings.teacher)
     shape = shape.replace(vocab_size=vocab_size)
     texts = ()
   else:
@@ -87,8 +87,8 @@ def load_policy(
   return model_loading.create_model(workdir / 'model', shape, texts, key, **options)
 
 
-def name_formats(settings: RunSettings, policy: LoadedModel) -> dict[str, str]:
+def name_formats(chat: ChatOptions, policy: LoadedModel) -> dict[str, str]:
   """Returns the names of how the policy writes tool calls and thoughts."""
   if policy.tokenizer.chat_template is None:
     return {}
-  return ChatTokenizer(policy.tokenizer, settings.chat).format_names
+  return ChatTokenizer(policy.tokenizer, chat).format_names

@@ -273,10 +273,10 @@ class RolloutScheduler:
       'max_length': settings.batch.max_length,
       **changes,
     }
-    if settings.algorithm.self_teacher is not None:
-      from launch.rollouts import self_teachers  # few algorithms have one
+    if (teacher := settings.algorithm.self_teacher) is not None:
+      from jaxrl.rollout.queue import teacher_contexts  # few algorithms have one
 
-      options = self_teachers.manager_options(settings) | options
+      options = {'task_keys': teacher_contexts.task_keys(teacher.context), **options}
     return options
 
   async def start(
@@ -310,10 +310,10 @@ class RolloutScheduler:
 
   def _queue(self, tag: str) -> Any:
     group_filter, shaper = make_filter_and_shaper(self._settings, tag)
-    if self._settings.algorithm.self_teacher is not None:
-      from launch.rollouts import self_teachers  # few algorithms have one
+    if (teacher := self._settings.algorithm.self_teacher) is not None:
+      from launch.rollouts.self_teachers import add_prompts  # few algorithms have one
 
-      shaper = self_teachers.add_prompts(self._settings, self._policy.folder, shaper)
+      shaper = add_prompts(teacher, self._settings.chat, self._policy.folder, shaper)
     options, prefixes = self._queue_options(tag), self._settings.env[tag].prefixes
     if prefixes is not None:
       # Imported here because few runs replay anything.

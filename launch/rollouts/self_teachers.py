@@ -1,4 +1,4 @@
-"""Self-teachers of a run need columns of the task and a prompt for each row."""
+"""Self-teachers of a run need a prompt for each row, from the policy's tokenizer."""
 
 import functools
 import pathlib
@@ -8,31 +8,24 @@ from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.rollout.queue import teacher_contexts
 from jaxrl.rollout.queue.reward_shaping import RewardShaper
-from launch.settings.run_settings import RunSettings
-
-
-def manager_options(settings: RunSettings) -> dict[str, Any]:
-  """Returns the options of env managers that a self-teacher asks for."""
-  teacher = settings.algorithm.self_teacher
-  assert teacher is not None
-  return {'task_keys': teacher_contexts.task_keys(teacher.context)}
+from jaxrl.types import SelfTeacher
 
 
 def add_prompts(
-  settings: RunSettings, folder: pathlib.Path, shaper: RewardShaper | None
+  teacher: SelfTeacher,
+  chat: ChatOptions,
+  folder: pathlib.Path,
+  shaper: RewardShaper | None,
 ) -> Any:
   """Returns a shaper that first gives each row the prompt of its teacher.
 
   Args:
-    settings: Settings of the run.
+    teacher: What the policy is shown as its own teacher.
+    chat: How conversations are written.
     folder: The folder of the policy's tokenizer.
     shaper: What is done to groups afterwards.
   """
-  teacher = settings.algorithm.self_teacher
-  assert teacher is not None
-  make_chat = functools.partial(
-    _make_chat, pathlib.Path(folder).absolute(), settings.chat
-  )
+  make_chat = functools.partial(_make_chat, pathlib.Path(folder).absolute(), chat)
   return teacher_contexts.TeacherPrompts(teacher, make_chat, shaper)
 
 

@@ -120,7 +120,7 @@ class LearnerActor:
       from launch.learner.teacher_set import load_teachers
 
       teachers = load_teachers(settings, policy)
-    mesh = learner_factory.make_run_mesh(settings)
+    mesh = learner_factory.make_run_mesh(settings.mesh)
     self._learners = self._make_learners(
       settings, policy, mesh, self._device_thread, teachers
     )

@@ -123,7 +123,8 @@ def phase(events, every):
   runtime = types.SimpleNamespace(hosts_learner=True, metrics=nothing)
   stop = lambda: False  # noqa: E731
   run = RunParts(settings, pathlib.Path(), sink, stop, runtime)  # pyright: ignore
-  players = Players(settings, rollouts, learns_here=False)  # pyright: ignore
+  sleeps = settings.placement.sleeps
+  players = Players(rollouts, sleeps=sleeps, learns_here=False)  # pyright: ignore
   source = PlayedGroups(settings, sampler, players)  # pyright: ignore
   options = (parts, source, None, settings.active_evaluations)
   return parts, TrainPhase(run, 'train', *options)  # pyright: ignore

@@ -86,7 +86,7 @@ def test_two_processes_learn_what_one_does(ray, tmp_path):
   policy = load_policy(settings, tmp_path, critic=False)
   device_thread = DeviceThread()
   local = LocalLearnerFactory(
-    settings, policy, make_run_mesh(settings), device_thread, None
+    settings, policy, make_run_mesh(settings.mesh), device_thread, None
   )
   learner, metrics = asyncio.run(learn(local, tmp_path / 'one'))
 
