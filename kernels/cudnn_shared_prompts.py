@@ -277,7 +277,13 @@ def _gradients(
 ) -> tuple[jax.Array, ...]:
   """Returns the gradients of queries, keys and values by one run of cuDNN.
 
-  arrays: q, k, v and the output.
+  Args:
+    arrays: q, k, v and the output.
+    spans: Where the queries and keys of the run lie.
+    norm: Logsumexps of the combined output, `[B, T, H]`.
+    slope: Gradient of the output.
+    scale: As in `shared_prompts`.
+    mask_type: Of cuDNN: causal or not.
   """
   library = cudnn_attention.library()
   q, k, v, out = arrays

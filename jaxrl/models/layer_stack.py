@@ -440,8 +440,16 @@ def _run_periods(
 ) -> tuple[jax.Array, list[Any]]:
   """Runs layers of several kinds, scanning repeated patterns of them.
 
-  step_of: `(the layer's config, scanned=…) -> step(x, (weights, inputs)) -> (x, y)`.
-  Returns x and the y of each layer.
+  Args:
+    config: The model's shape.
+    params: The layers' parameters, stacked by kind.
+    x: The input of the first layer.
+    step_of: `(the layer's config, scanned=…) -> step(x, (weights, inputs)) -> (x, y)`.
+    each: Further inputs of each layer.
+    after: Changes the y of a layer, given its number.
+
+  Returns:
+    x, and the y of each layer.
   """
   kinds, at, ys = config.layer_configs, places(config), []
   for start, period, repeats in periods(config.layer_types):

@@ -271,7 +271,11 @@ class Teachers:
   ) -> tuple[Any, Any]:
     """Returns the compiled (zeros, score) for a teacher and a batch.
 
-    is_whole: whether each row holds one sequence.
+    Args:
+      teacher: The teacher.
+      rows: Rows of the batch.
+      length: Tokens of each row.
+      is_whole: Whether each row holds one sequence.
     """
     spec = teacher.spec
     if not is_whole and getattr(spec.model, 'row_segments', 0):

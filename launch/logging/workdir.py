@@ -52,8 +52,11 @@ ABSENT = _Absent()
 class Workdir:
   """The open folder of one run; `close` lets others have it.
 
-  path: the folder. resumed: True when it held this run already. day: when it began,
-  as in 2026-01-31. changes: lines on what differs from its last launch.
+  Attributes:
+    path: The folder.
+    resumed: Whether it held this run already.
+    day: When the run began, as in 2026-01-31.
+    changes: Lines on what differs from its last launch.
   """
 
   def __init__(self, path: str | os.PathLike[str], config: Mapping[str, Any]):

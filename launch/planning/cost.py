@@ -426,7 +426,7 @@ def count_programs(
     # The update is three programs, two of them of all shapes.
     counts['learner'] += 2
   if plays and engine.kind == 'jax':
-    # A prefill a bucket of prompts, and decode, place, copy and the weights' layout.
+    # One prefill for each bucket of prompts; decode, place, copy, the weights' layout.
     counts['engine'] = len(engine.buckets) + 4
   return counts
 

@@ -170,8 +170,8 @@ def extrapolate_layers(
 
   Args:
     one_layer: The program compiled with one layer.
-    more: For each kind of layers how many there are beside that one, a program, and
-      the program with one of them more.
+    more: For each kind of layers: how many there are beside that one, a program, and
+      the program with one more of them.
 
   Returns:
     The estimated program of the deep model.

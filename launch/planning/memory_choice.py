@@ -1,8 +1,8 @@
 """Chooses micro-batches and rematerialization near the limit, by compiling programs.
 
-The first candidate whose programs fit is taken, those first that cost the least time.
-A learner finds the programs compiled. If none fits, the error names an option that
-makes the phase fit.
+Candidates are tried in the order of the time that they cost, and the first whose
+programs fit is taken. A learner finds the programs compiled. If none fits, the error
+names an option that makes the phase fit.
 """
 
 import dataclasses
@@ -81,7 +81,7 @@ def _measured(plan: PhasePlan, option: MemoryChoice, room: Room) -> _Found:
 
 
 def _search(plan: PhasePlan, room: Room) -> _Found:
-  """Returns the first candidate that leaves a reserve, else what needs the least."""
+  """Returns the first candidate that leaves a reserve, or the one that needs least."""
   options = list(plan.candidates())
   slopes: dict[RematPolicy, tuple[float, float]] = {}  # bytes, and those of a row
   tried: list[_Found] = []
@@ -197,7 +197,7 @@ def _advice(plan: PhasePlan, room: Room) -> str:
 
 
 def _changes(plan: PhasePlan) -> Iterator[dict[str, Any]]:
-  """Yields changes that save memory, those first that change the least."""
+  """Yields changes that save memory, the smallest first."""
   batch, model = plan.settings.batch, plan.settings.model
   chosen: dict[str, Any] = {}
   if batch.num_micro_batches and batch.packing is None:

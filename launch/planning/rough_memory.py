@@ -184,7 +184,9 @@ def estimate(plan: PhasePlan, choice: MemoryChoice, num_params: float) -> float:
 def _gpu_logits(plan: PhasePlan, logits: float) -> float:
   """Returns the bytes of a softmax that is kept or formed again, and of its tiles.
 
-  logits: Number of a device's logits.
+  Args:
+    plan: The phase.
+    logits: Number of a device's logits.
   """
   from kernels.kept_softmax import TILE_LOGITS  # as below, for GPUs alone
   from launch.planning import device_budget

@@ -235,7 +235,7 @@ def _bytes_accessed(
 def _fusion_bytes(
   module: HloModule, inner: Computation, inputs: list[str], output_bytes: float
 ) -> float:
-  """Counts a fusion's traffic; of an input that it only slices it reads the slice."""
+  """Counts a fusion's traffic; an input that it only slices counts as the slice."""
   total = 0.0
   for parameter in inner.values():
     if parameter.op != 'parameter':
@@ -249,7 +249,7 @@ def _fusion_bytes(
   result = _skip_bitcasts(inner, hlo.root_instruction(inner).name)
   outputs = [inner[n] for n in result.operands] if result.op == 'tuple' else [result]
   for output in outputs:
-    # Of what a fusion makes itself and then updates, all is written.
+    # A value that a fusion makes itself and then updates is written as a whole.
     if (
       output.op in UPDATES
       and _skip_bitcasts(inner, output.operands[0]).op == 'parameter'

@@ -106,7 +106,7 @@ def _share_in(tasks: list[int], trained: list[int]) -> float:
 
 
 def named_training_rows(settings: RunSettings) -> dict[str, float]:
-  """Returns 1 for each evaluation set whose file is named as one of training rows."""
+  """Returns 1 for each evaluation set whose file is also named for training."""
   seen = {}
   for name, evaluation in settings.active_evaluations.items():
     if _reads_rows(settings, evaluation.tag):
@@ -156,7 +156,7 @@ def is_trained_on(settings: RunSettings, name: str, path: RowSources = '') -> bo
 
 
 def _files_alone(path: RowSources) -> list[str]:
-  """Returns the files of a source that has nothing else, which have no splits."""
+  """Returns the files of a source that consists of files alone, without splits."""
   sources = path if isinstance(path, tuple) else (path,)
   files = [s for s in sources if isinstance(s, str) and pathlib.Path(s).is_file()]
   return files if len(files) == len(sources) else []

@@ -42,12 +42,12 @@ from launch.runtime.runtime_base import Runtime, make_engines
 from launch.settings.off_policy import max_staleness
 from launch.settings.run_settings import RunSettings
 
-NUM_TRIAL_TASKS = 8  # tasks that are begun before the run is
+NUM_TRIAL_TASKS = 8  # tasks that begin before the run does
 TRIAL_REPLY = 'The answer is 1.'  # what graders are tried with
 
 
 def tag_row_format(settings: RunSettings, tag: str) -> str:
-  """Returns how the episodes of a tag become rows: as it says, or its algorithm."""
+  """Returns how episodes become rows: as the tag says, or else the algorithm."""
   own = settings.env[tag].row_format
   return requirements.row_format(settings.algorithm) if own == 'auto' else own
 
@@ -397,7 +397,7 @@ class RolloutScheduler:
         are those past the run's own limit on staleness.
 
     Returns:
-      The groups, tag after tag; of each tag those that were finished first come first.
+      The groups, tag after tag, each in the order in which they were finished.
     """
     limit = max_staleness(self._settings)
     if limit is not None:

@@ -180,7 +180,13 @@ def _plan_cpu(
 
 @dataclasses.dataclass(frozen=True)
 class _Engine:
-  """What an engine needs. size: devices. memory: share asked for, 0 if none is."""
+  """What an engine needs.
+
+  Attributes:
+    vllm: Whether it is vLLM's.
+    size: Its devices.
+    memory: The share of their memory that was asked for; 0 if none was.
+  """
 
   vllm: bool
   size: int
@@ -423,7 +429,10 @@ def _check_budget(where: str, memory: float, *shares: float) -> None:
 def _check_sleep(where: str, settings: RunSettings, kind: str) -> None:
   """Raises ConfigError if learner and engines cannot use the memory in turns.
 
-  kind: of the devices.
+  Args:
+    where: What the error begins with.
+    settings: The run's.
+    kind: Of the devices.
   """
   if not settings.engine.traits.can_sleep:
     engine = settings.engine.kind

@@ -168,7 +168,11 @@ class OwnEngineActor(MonitoredEngine, _HostedEngine):
 class VllmActor(MonitoredEngine, _HostedEngine):
   """A `VllmEngine` in a process of its own, where it is made, and vLLM imported.
 
-  transport: makes its end of the transport; None if the learner sends weights.
+  Args:
+    folder: Folder of the model.
+    transport: Makes its end of the transport; None if the learner sends weights.
+    parts: Processes of the learner.
+    **options: Options of the engine.
   """
 
   def __init__(

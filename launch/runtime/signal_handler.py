@@ -21,8 +21,10 @@ NAMES = {signal.SIGINT: 'Ctrl-C', signal.SIGTERM: 'SIGTERM'}
 class SignalHandler:
   """While entered, signals set a flag; calling the object reads it.
 
-  tell: takes one line for the user. last: called before a second signal ends the
-  process, to leave the terminal in order. how: the run stops, for the user.
+  Args:
+    tell: Takes one line for the user.
+    last: Called before a second signal ends the process, to restore the terminal.
+    how: How the run stops, in words for the user.
   """
 
   def __init__(

@@ -158,8 +158,13 @@ def load(
 ) -> ConfigDict:
   """Runs get_config, applies the overrides and locks the result.
 
-  sections: the launcher's own, name → class of its options; added where the config
-    does not have them.
+  Args:
+    command: The command line.
+    sections: The launcher's own sections: name → class of its options. They are added
+      where the config does not have them.
+
+  Raises:
+    ConfigError: For a file, key or value that cannot be.
   """
   get_config = getattr(module(command.config), 'get_config', None)
   if not callable(get_config):

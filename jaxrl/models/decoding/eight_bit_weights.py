@@ -157,7 +157,11 @@ def _change(
 ) -> Params:
   """Replaces the modules that have `what` and are named in `MATRICES`.
 
-  change: `(module, input axes, axes before these)`, applied to each of them.
+  Args:
+    tree: The parameters.
+    what: The name of an array that the modules have.
+    change: Makes the new module of `(module, input axes, axes before these)`.
+    name: The name of the tree's own module; '' for the whole of the parameters.
   """
   known = MATRICES.get(name, {})
   changed = {}

@@ -31,8 +31,14 @@ def _read(
 ) -> dict[str, Any]:
   """Reads what both generations share.
 
-  pattern: of how many layers one has full attention; softcaps: of attention and logits,
-  what `transformers` assumes.
+  Args:
+    data: The content of config.json.
+    where: What errors begin with.
+    pattern: One of so many layers has full attention.
+    max_position: What `transformers` assumes, as in the other arguments.
+    local_rope: Settings of the rotary positions in layers with windows.
+    qk_norm: Whether queries and keys are normalized.
+    softcaps: Of attention and of logits.
   """
   fields = llama_style.read_settings(
     data,

@@ -321,8 +321,10 @@ def _layer_to_device(
 ) -> jax.Array:
   """Brings a layer of a parameter from the host's memory, which programs cannot read.
 
-  layers: the layer, whose leading axis is then 1; empty for the whole parameter.
-  pieces: this process's shards of the parameter.
+  Args:
+    leaf: The parameter.
+    pieces: This process's shards of the parameter.
+    layers: The layer, whose leading axis is then 1; empty for the whole parameter.
   """
   sharding = leaf.sharding.with_memory_kind('device')
   for layer in layers:

@@ -139,8 +139,11 @@ def _checksum(leaves: Params) -> jax.Array:
 class _ComparedPiece:
   """A piece that is being compared with the version before.
 
-  data: the piece, before any cast. base: the version before, on the device and as bits
-  on the host. delta: where they differ.
+  Attributes:
+    region: Where the piece belongs.
+    data: The piece, before any cast.
+    base: The version before, on the device and as bits on the host.
+    delta: Where they differ.
   """
 
   region: Region

@@ -294,8 +294,12 @@ def _write_packed_row(
 ) -> None:
   """Writes one packed row: for each group its shared prompt, then the rest of its rows.
 
-  slots: `[L]` arrays that are written to. rectangle_row: batch row → row of the
-  micro-batch's rectangle.
+  Args:
+    slots: `[L]` arrays that are written to.
+    bins: What each packed row holds.
+    bin_number: The packed row.
+    batch: The batch.
+    rectangle_row: Batch row → row of the micro-batch's rectangle.
   """
   width = batch.tokens.shape[1]
   next_slot, num_segments = 0, 0

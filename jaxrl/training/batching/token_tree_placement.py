@@ -78,7 +78,11 @@ def _num_common_tokens(
 ) -> int:
   """Counts the tokens at the start of two rows that have the same inputs and outputs.
 
-  first: length of each row's first segment.
+  Args:
+    batch: The batch.
+    pair: The two rows.
+    first: Length of each row's first segment.
+    share_actions: Whether tokens that were sampled may be shared, too.
   """
   rows, end = list(pair), int(first[list(pair)].min())
   is_same = batch.tokens[pair[0], :end] == batch.tokens[pair[1], :end]
@@ -279,9 +283,13 @@ def _write_trees(
 ) -> None:
   """Writes the trees of one packed row, and behind them all further segments.
 
-  slots: `[L]` arrays that are written to. place: `[len(rows), T]`, the slots of the
-  tokens, is written to. rows: in the order of a dictionary. first: number of their
-  first in the micro-batch's rectangle.
+  Args:
+    slots: `[L]` arrays that are written to.
+    place: `[len(rows), T]`, the slots of the tokens; it is written to.
+    lengths: What rows have in common.
+    batch: The batch.
+    rows: In the order of a dictionary.
+    first: Number of their first in the micro-batch's rectangle.
   """
   width = batch.tokens.shape[1]
   next_slot, num_segments = 0, 0
