@@ -185,8 +185,8 @@ def make_spawn(
   Args:
     settings: Settings of the run.
     runtime: Where models live.
-    device_thread: The thread of this process's devices, which they share if they are
-      no Ray actors.
+    device_thread: The thread of this process's devices, which they share unless they
+      are Ray actors.
     key: The config key that asks for them, for errors.
   """
   shared_thread = None if settings.cluster.ray else device_thread

@@ -138,7 +138,7 @@ class RayRuntime(Runtime):
     python: str = '',
     **options: Any,
   ) -> Any:
-    """Starts an actor. python: the interpreter, if not this process's."""
+    """Starts an actor, with this interpreter unless `python` names another."""
     methods = (getattr(cls, name) for name in dir(cls))
     is_async = any(map(inspect.iscoroutinefunction, methods))
     max_calls = MAX_ASYNC_CALLS if is_async else MAX_THREADED_CALLS
