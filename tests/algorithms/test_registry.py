@@ -64,7 +64,7 @@ def test_options_reach_their_parts():
     ('grop', {}, "no algorithm 'grop'. Did you mean 'grpo'"),
     ('grpo', {'clp_low': 1.0}, "no option 'clp_low'. Did you mean 'clip_low'"),
     ('grpo', {'clip_low': 'x'}, "clip_low='x': must be a number"),
-    ('opmd', {'baseline': 'median'}, "is not one of mean, logavgexp"),
+    ('opmd', {'baseline': 'median'}, 'is not one of mean, logavgexp'),
     ('grpo', {'policy_loss': 'ppo_clp'}, "Did you mean 'ppo_clip'"),
     ('grpo', {'policy_loss': 'opmd(ta=1)'}, r"no option 'ta'.*There are: tau"),
     ('grpo', {'advantage': 'grpo(std_over=3)'}, 'is not one of group, batch'),

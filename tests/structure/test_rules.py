@@ -308,9 +308,10 @@ def test_docstrings_of_functions_begin_with_a_verb():
   bad = []
   for name, node in functions():
     text, marks = ast.get_docstring(node), map(ast.unparse, node.decorator_list)
-    if text and not any('property' in mark for mark in marks):
-      if not re.match(r'[A-Z][a-z-]+s\b', text):
-        bad.append(f'{name}.{node.name}: {text.splitlines()[0]}')
+    if not text or any('property' in mark for mark in marks):
+      continue
+    if not re.match(r'[A-Z][a-z-]+s\b', text):
+      bad.append(f'{name}.{node.name}: {text.splitlines()[0]}')
   assert not bad, bad
 
 
