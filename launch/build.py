@@ -15,10 +15,7 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.functional.components import call_string
 from jaxrl.model_loading import LoadedModel
 from jaxrl.training import batch_fields
-from launch.learner.learner_factory import (
-  LearnerFactory,
-  make_run_mesh,
-)
+from launch.learner.learner_factory import LearnerFactory, make_run_mesh
 from launch.logging.metric_sinks import MultiSink
 from launch.planning import memory_fit
 from launch.rollouts import offline_data
