@@ -112,12 +112,7 @@ def results_block(name: str, recipe: Recipe, data: Mapping[str, Any]) -> str:
     [
       f'![{recipe.title}: the curves that the text describes]({name}.svg)',
       '',
-      _wrap(
-        f'Lines are medians over {_seeds(arms)}, and the shaded bands reach from the '
-        'lowest seed to the highest. The table has the last value of each run (of '
-        'rewards the mean of the last 5 steps): the median and, in brackets, the '
-        'lowest and the highest. Seconds and generated tokens are medians of a run.'
-      ),
+      _wrap(_caption(recipe, arms)),
       '',
       *('| ' + ' | '.join(cells) + ' |' for cells in table),
       '',
@@ -158,19 +153,32 @@ def _seeds(arms: Mapping[str, Sequence[Any]]) -> str:
   return ' or '.join('one seed' if n == 1 else f'{n} seeds' for n in counts)
 
 
+def _caption(recipe: Recipe, arms: Mapping[str, Sequence[Any]]) -> str:
+  times = any(metric.startswith('time/') for metric in recipe.columns.values())
+  of_times = ', of times the median of all steps' if times else ''
+  return (
+    f'Lines are medians over {_seeds(arms)}, and the shaded bands reach from the '
+    'lowest seed to the highest. The table has the last value of each run (of rewards '
+    f'the mean of the last 5 steps{of_times}): the median and, in brackets, the lowest '
+    'and the highest. Seconds and generated tokens are medians of a run.'
+  )
+
+
 def final_values(runs: Sequence[Mapping[str, Any]], metric: str) -> list[float]:
-  """Returns the last value of a metric for each run: for rewards, of 5 steps.
+  """Returns the last value of a metric for each run.
+
+  For rewards it is the mean of the last 5 steps, and for times, which vary from step to
+  step for other reasons than the run's, the median of all.
 
   Args:
     runs: The runs of an arm.
     metric: The metric.
   """
+  values = [run['series'][metric][1] for run in runs if metric in run['series']]
+  if metric.startswith('time/'):
+    return [statistics.median(of_run) for of_run in values]
   window = 5 if metric == 'reward/mean' else 1
-  return [
-    statistics.fmean(run['series'][metric][1][-window:])
-    for run in runs
-    if metric in run['series']
-  ]
+  return [statistics.fmean(of_run[-window:]) for of_run in values]
 
 
 def _spread(values: Sequence[float]) -> str:

@@ -51,7 +51,8 @@ class Learner:
       `ShapeDtypeStruct`s; the learner can then only be traced.
     algorithm: The algorithm.
     options: How it divides a batch, and what it reports.
-    num_rows: Rows of a usual batch.
+    num_rows: Rows of a batch if each sample is one row.
+    rows_per_sample: The rows that a sample usually is.
     length_buckets: Lengths that rows are padded to.
     mesh: The devices; default, the first device.
     optimizer: The optimizer; default, that of `make_optimizer`.
@@ -81,6 +82,7 @@ class Learner:
     *,
     options: LearnerOptions = LearnerOptions(),
     num_rows: int,
+    rows_per_sample: int = 1,
     length_buckets: Sequence[int],
     mesh: Mesh | None = None,
     optimizer: Optimizer | None = None,
@@ -92,7 +94,8 @@ class Learner:
     staleness_limit: StalenessLimit | None = None,
     weights_format: 'BlockFormat | None' = None,
   ):
-    _check_positive(num_micro_batches=options.num_micro_batches)
+    if (count := options.num_micro_batches) < 1:
+      raise ValueError(f'num_micro_batches={count} must be at least 1')
     packing = options.packing_plan
     consistency.validate(algorithm)
     staleness.check_limit(staleness_limit, algorithm)
@@ -123,6 +126,7 @@ class Learner:
       self.mesh,
       algorithm=algorithm,
       num_rows=num_rows,
+      rows_per_sample=rows_per_sample,
       row_multiple=sharding.num_row_shards(self.mesh),
       buckets=tuple(sorted(length_buckets)),
       num_minibatches=options.num_minibatches,
@@ -579,12 +583,6 @@ def _make_batch_builder(
   from jaxrl.training.batching import packed_batch_builder
 
   return packed_batch_builder.make_packed_batch_builder(packing, model, mesh, **options)
-
-
-def _check_positive(**counts: int) -> None:
-  for name, value in counts.items():
-    if value < 1:
-      raise ValueError(f'{name}={value} must be at least 1')
 
 
 def _make_self_teacher(spec: StepSpec, *arguments: Any) -> 'SelfTeacherScorer | None':

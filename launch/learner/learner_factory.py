@@ -37,7 +37,7 @@ class PhaseSpec:
 
   Attributes:
     name: The phase: 'sft' is the warm start, 'train' the algorithm's own steps.
-    num_rows: Rows of a usual batch.
+    num_rows: Rows of a batch if each sample is one row.
     num_steps: Steps of the phase.
   """
 
@@ -264,6 +264,7 @@ class LocalLearnerFactory:
       params,
       algorithm,
       num_rows=phase.num_rows,
+      rows_per_sample=settings.rows_per_sample if main else 1,
       length_buckets=batch.padded_lengths,
       mesh=self.mesh,
       optimizer=_make_optimizer(settings, phase),

@@ -103,7 +103,10 @@ class PhasePlan:
     unit = batch_builder.batch_unit_size(algorithm) if self.phase.name == 'train' else 1
     chunks = self.settings.batch.num_minibatches * max(1, num_micro_batches)
     shards = sharding.num_row_shards(self.mesh)
-    return batch_builder.rows_per_micro_batch(self.phase.num_rows, chunks, unit, shards)
+    rows = self.phase.num_rows
+    if self.phase.name == 'train':
+      rows *= self.settings.rows_per_sample
+    return batch_builder.rows_per_micro_batch(rows, chunks, unit, shards)
 
   def candidates(self) -> Iterator[MemoryChoice]:
     """Yields what the phase may choose, what costs the least time first.

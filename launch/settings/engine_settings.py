@@ -197,13 +197,12 @@ def _check_cache_use(settings: RunSettings, shape: ModelConfig) -> None:
   used = [n for n in ('draft_tokens', 'prompt_block') if engine.own_options.get(n)]
   if engine.kind != 'jax' or not used:
     return
-  from jaxrl.rollout.engine import prompt_blocks, speculative_decode  # few runs do
+  from jaxrl.rollout.engine.cache_uses import CACHE_USES  # few runs have them
 
   kept = keeps_prompts(shape, max_length, exact=engine.exact is not None)
-  modules = {'draft_tokens': speculative_decode, 'prompt_block': prompt_blocks}
   for name in used:
     place: Any = {'platform': 'cpu', 'devices': 1, 'keeps_prompts': kept}
-    if problem := modules[name].obstacle(shape, **place):
+    if problem := CACHE_USES[name].obstacle(shape, **place):
       text = settings.text('rollout.engine')
       raise ConfigError(f'{KEY}={text}: {name}: {problem}; leave it out')
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from ml_collections import ConfigDict
 
+from jaxrl.algorithms import requirements
 from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import Component
 from jaxrl.data.chat_tokenizer import ChatOptions
@@ -181,6 +182,20 @@ class RunSettings(RunOptions):
   def training_tags(self) -> list[str]:
     """The environment tags that training plays."""
     return [tag for tag, env in self.env.items() if env.weight]
+
+  @property
+  def rows_per_sample(self) -> int:
+    """The rows of a sample: one for each player, where the policy plays all of them.
+
+    How many turns a row for each turn makes is not known, and not counted.
+    """
+    if not self.plays or requirements.row_format(self.algorithm) == 'step':
+      return 1
+    from jaxrl.envs.env_registry import num_players  # not every command plays
+
+    played = [self.env[tag] for tag in self.training_tags]
+    alone = [e for e in played if e.opponent is None and e.policy_role is None]
+    return max([1, *(num_players(env.env_type, env.env_config) for env in alone)])
 
   def text(self, key: str) -> Any:
     """Returns what the config says under a dotted key, to quote it in a message."""

@@ -15,6 +15,7 @@ RECIPE = Recipe(
     'with prefixes': Arm(
       changes={'env.lake.prefixes': 'prefix_sampling(low=.4, high=.6)'}
     ),
+    "with the authors' ratios": Arm(changes={'env.lake.prefixes': 'prefix_ratios()'}),
   },
   panels=(
     Panel(

@@ -193,7 +193,8 @@ def reinforce_plus_plus(c, o):
   out = to_go(c, o.get('gamma', 1.0))
   if o.get('baseline') == 'group':
     out = out - _each_group(c, lambda v: 0 * v + (v.mean() if len(v) > 1 else 0))
-  return whiten(np.where(c['mask'], out, 0), c['mask'])
+  out = whiten(np.where(c['mask'], out, 0), c['mask'])
+  return np.where(np.abs(out) <= (o.get('max_sigma') or np.inf), out, 0)
 
 
 def remax(c, o):
@@ -534,11 +535,6 @@ def _keep_clip_v(c, o):
   return keep & ~(far & (a == 0)) if o.get('drop_zero') else keep
 
 
-def _keep_plus_plus(c, o):
-  most = o.get('max_sigma')
-  return None if most is None else np.abs(reinforce_plus_plus(c, o)) <= most
-
-
 def _keep_rec(c, o):
   if o.get('drop') != 'balance':
     return None
@@ -566,7 +562,6 @@ KEEPS = {
   'grpo': lambda c, o: _spread_groups(c, _penalised(c, o), o.get('std_threshold')),
   'step_wise_grpo': _keep_step_wise,
   'rec': _keep_rec,
-  'reinforce_plus_plus': _keep_plus_plus,
   'best_of_group': _keep_best,
   'remax': lambda c, o: (
     ~(c['greedy_mask'] & (c['group_ids'] >= 0))[:, None]

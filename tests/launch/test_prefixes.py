@@ -48,6 +48,14 @@ def test_a_killed_run_ends_at_the_same_bits(whole, tmp_path):
   assert runs.weights(tmp_path) == runs.weights(whole)
 
 
+@pytest.mark.slow
+def test_the_authors_ratios_replay_turns_too(tmp_path):
+  runs.run(tmp_path, f'{KEY}=prefix_ratios(low=.5, high=.5)', config=COINS)
+  replayed = [row for row in runs.rows(tmp_path) if row.get('prefix/share')]
+  assert replayed and all(row['prefix/diverged'] == 0 for row in replayed)
+  assert all(1 <= row['prefix/turns'] <= 3 for row in replayed)
+
+
 AGENT = """
 def agent(task, base_url, api_key):
   return 'done'

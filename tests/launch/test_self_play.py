@@ -60,6 +60,13 @@ def test_both_sides_are_trained_on(local):
 
 
 @pytest.mark.slow
+def test_no_step_compiles_for_the_rows_of_both_sides(local):
+  _, recorder = local
+  metrics = [row for _, row in recorder.metrics if 'loss/total' in row]
+  assert [row['compile/recompiles'] for row in metrics] == [0, 0]
+
+
+@pytest.mark.slow
 def test_the_exploitability_follows_from_the_probes(local):
   _, recorder = local
   (values, *_) = [m for _, m in recorder.metrics if 'eval/probe/bet/J' in m]
@@ -188,6 +195,22 @@ REFUSED = {
 @pytest.mark.parametrize('option', REFUSED)
 def test_what_cannot_be_is_refused_in_one_line(tmp_path, capsys, option):
   assert REFUSED[option] in refused(tmp_path, capsys, option, config=CONFIG)
+
+
+def rows_per_sample(tmp_path, *options, config=CONFIG):
+  argv = runs.argv(tmp_path, *options, config=config)
+  command = command_line.parse(argv, {'workdir': ''})
+  return resolve_settings(
+    command_line.load(command, {'logging': LoggingOptions})
+  ).rows_per_sample
+
+
+def test_samples_are_planned_with_a_row_for_each_player_of_the_policy(tmp_path):
+  opponent = '--config.env.kuhn.opponent=random(replies="a")'
+  assert rows_per_sample(tmp_path) == 2
+  assert rows_per_sample(tmp_path, opponent) == 1
+  assert rows_per_sample(tmp_path, config=f'{CONFIG}:gigpo') == 1  # of turns
+  assert rows_per_sample(tmp_path, config=runs.DEBUG) == 1
 
 
 def test_an_opponent_of_a_single_player_is_refused(tmp_path, capsys):

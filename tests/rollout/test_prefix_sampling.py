@@ -16,6 +16,7 @@ from jaxrl.rollout.queue.prefix_samplers import (
   GroupOutcome,
   PlayedTurns,
   Prefix,
+  PrefixRatios,
   PrefixSampling,
 )
 from jaxrl.rollout.replay_env_manager import PLAYED_KEY
@@ -206,6 +207,79 @@ def test_rates_come_near_a_half(share):
   near = np.mean([0.2 < rate < 0.8 for rate in rates])
   assert near > 0.6 and abs(np.mean(rates) - 0.5) < 0.2
   assert share**length < 0.1  # without prefixes
+
+
+@pytest.mark.parametrize(
+  ('passed', 'kind', 'counts'),
+  [
+    (0, None, None),
+    (1, 'head_start', {3: 2, 5: 4, 8: 6, 20: 15}),
+    (2, 'head_start', {3: 2, 5: 4, 8: 6, 20: 15}),
+    *((passed, None, None) for passed in (3, 4, 5)),
+    (6, 'handicap', {3: None, 5: 1, 8: 2, 20: 5}),
+    (7, 'handicap', {3: None, 5: 1, 8: 2, 20: 5}),
+    (8, None, None),
+  ],
+)
+def test_the_authors_ratios_leave_or_replay_a_quarter(passed, kind, counts):
+  """Of 20 turns a head start leaves 5, as in their example; one is always left."""
+  for length in (3, 5, 8, 20):
+    sampler = PrefixRatios()
+    good, bad = turns('u' * length), turns('u' * (length - 1) + 'd')
+    sampler.observe(outcome(passed, success=good, failure=bad))
+    chosen, count = sampler.choose(7), counts and counts[length]
+    if count is None:
+      assert chosen is None
+    else:
+      source = good if kind == 'head_start' else bad
+      assert chosen == prefix_of(source, count, kind)
+
+
+def test_the_authors_prefix_serves_once_and_is_of_the_newest_group():
+  sampler = PrefixRatios(remaining_cap=1)
+  sampler.observe(outcome(1))
+  chosen = sampler.choose(7)
+  assert chosen is not None and chosen == sampler.choose(7) == prefix_of(WON, 4)
+  sampler.observe(outcome(1, prefix=chosen))
+  assert sampler.choose(7) is None
+  sampler.observe(outcome(1))
+  sampler.observe(outcome(0))  # of another, as long ago: it has no success
+  assert sampler.choose(7) is None
+
+
+@pytest.mark.parametrize('kind', ['head_start', 'handicap'])
+@pytest.mark.parametrize('passed, sign', [(8, 1), (0, -1)])
+def test_the_authors_ratios_follow_the_pass_rate_and_rest(kind, passed, sign):
+  """By hand: 0.5 ± 0.025 is within 0.03 of a half, 0.5 ± 0.04875 is not."""
+  sampler, seen = PrefixRatios(remaining_ratio=0.5, prefix_ratio=0.5), []
+  prefix = prefix_of(WON, 2, kind)
+  for _ in range(14):
+    sampler.observe(outcome(passed, prefix=prefix))
+    seen.append(sampler.state_dict()['control'][kind][0])
+  wanted = (
+    [0.5] + [0.5 + 0.05 * sign] * 6 + [0.5 + 0.1 * sign] * 6 + [0.5 + 0.15 * sign]
+  )
+  np.testing.assert_allclose(seen, wanted)
+  for _ in range(99):
+    sampler.observe(outcome(passed, prefix=prefix))
+  ratio, *_ = sampler.state_dict()['control'][kind]
+  assert ratio == (0.95 if sign > 0 else 0.05)
+  (other,) = {'head_start', 'handicap'} - {kind}
+  assert sampler.state_dict()['control'][other] == [0.5, 0.5, 0]
+  fixed = PrefixRatios(adaptive=False)
+  for _ in range(9):
+    fixed.observe(outcome(passed, prefix=prefix))
+  assert fixed.state_dict()['control'][kind][0] == 0.25
+
+
+def test_the_authors_rule_survives_json():
+  sampler, again = PrefixRatios(), PrefixRatios()
+  for _ in range(4):
+    sampler.observe(outcome(8, prefix=prefix_of(WON, 2)))
+  sampler.observe(outcome(1)._replace(key=1))
+  again.load_state_dict(json.loads(json.dumps(sampler.state_dict())))
+  assert again.choose(1) == sampler.choose(1) is not None
+  assert again.state_dict() == sampler.state_dict()
 
 
 # ---- how it is replayed
@@ -486,6 +560,7 @@ async def test_turns_that_cannot_be_replayed_any_more_are_forgotten():
   [
     ('prefix_sampling(aim=1)', 'aim=1 must be in'),
     ('prefix_sampling(low=.6)', 'low'),
+    ('prefix_ratios(prefix_ratio=1)', 'prefix_ratio=1 must be in'),
     ('prefix_samplin', 'prefix_sampling'),
   ],
 )

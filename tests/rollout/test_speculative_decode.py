@@ -13,6 +13,7 @@ from jaxrl.models.decoding.draft_rows import DraftRows
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import speculative_decode
+from jaxrl.rollout.engine.cache_uses import DRAFTS
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.tinker.tenant_engine import TenantEngine
 from jaxrl.types import SamplingParams
@@ -329,7 +330,7 @@ def test_what_cannot_drop_a_draft_is_refused():
   with pytest.raises(ValueError, match=r'draft_tokens=2.*windows shorter'):
     refused(windowed)
   refused(windowed, exact=True)  # whose cache keeps all positions
-  check = functools.partial(speculative_decode.obstacle, CONFIG, keeps_prompts=True)
+  check = functools.partial(DRAFTS.obstacle, CONFIG, keeps_prompts=True)
   assert check(platform='cpu', devices=1) == ''
   assert 'a GPU' in check(platform='gpu', devices=1)
   assert '4 devices' in check(platform='cpu', devices=4)

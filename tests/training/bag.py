@@ -23,8 +23,10 @@ class Bag(toy.Bigram):
     prefix_ids=None,
     positions=None,
     tree=None,
+    attend_with=None,
     **options,
   ):
+    del attend_with  # another way to attend, to the same tokens
     table = params['bigram']['table']
     if positions is None:
       positions = segment_positions(segment_ids)

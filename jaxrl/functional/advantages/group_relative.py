@@ -425,9 +425,9 @@ def clip_v(
   of one has A = R.
 
   Tokens with A = 0 stay, and count in the denominator, KL and entropy: by the paper's
-  Theorem 3.3 an update moves the entropy by −α(S − E[S]) with α in proportion to A, so
-  theirs moves nothing that there were to clip. Trinity-RFT 0.6.0 drops those with
-  D > μσ too, however many there are, although its `clipb` keeps them.
+  Theorem 3.3 an update moves the entropy by −η·r·A·(S − E[S]), so theirs moves nothing;
+  of KL and entropy terms it says nothing. Trinity-RFT 0.6.0 drops those with D > μσ
+  too, however many there are, although its `clipb` keeps them.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.

@@ -16,14 +16,14 @@ def optimal_token_baseline(
   old_logprobs: Array,
   sum_pi_squared: Array,
 ) -> Advantages:
-  """Computes A_t = G_t − Σ_i G_t W_t / Σ_i W_t over a group's rows (verl, 2026).
+  """Computes A_t = G_t − Σ_i G_t W_t / Σ_i W_t over a group's rows (arXiv 2602.07078).
 
   W_t = Σ_{j≤t} ((1 − π_j)² + Σ_v π(v)² − π_j²), the squared norm of the gradient of the
   log-probs so far by the logits: rows whose gradient varies more count for more. G is
   the return-to-go. Token t is the t-th action token of its row, whatever stands
   between. Where only one row of the group is that long, the baseline is 0, so a group
   of one has A = G. verl calls it `optimal_token_baseline`, and with turns
-  `tir_optimal_token_baseline`; neither names a paper.
+  `tir_optimal_token_baseline`.
 
   Args:
     rewards: `[B, T]` float, the reward at each token.

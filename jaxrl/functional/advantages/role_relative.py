@@ -33,7 +33,9 @@ def rae(
   edge is not credited with it. In a game whose returns add up to 0, a group's mean is
   near 0 whatever its players do. All episodes of a batch meet the baseline from before
   it; then it moves by the batch's mean, n times at once: b ← d^n·b + (1−d^n)·mean. The
-  paper and prime-rl move it after each episode, which depends on their order.
+  paper and prime-rl move it episode by episode, so that A depends on their order:
+  prime-rl after A, which for one episode of a role in each batch is this; the paper
+  before A, which then is d·(R − b).
 
   Args:
     rewards: `[B, T]` float, the reward at each token.

@@ -143,12 +143,11 @@ def reinforce_plus_plus(
     gamma: The discount γ.
     baseline: 'group' first subtracts the mean total reward of the group; 'none' does
       not.
-    max_sigma: Tokens with |A| > max_sigma are left out of the loss, as in R1-Reward
-      with 3 (arXiv 2505.02835); None leaves out none.
+    max_sigma: Tokens with |A| > max_sigma have A = 0 instead, and count in means over
+      tokens all the same; 3 in R1-Reward (arXiv 2505.02835). None changes none.
 
   Returns:
-    Advantages `[B, T]`. `returns` is the return-to-go. `keep` is False at tokens that
-    `max_sigma` leaves out.
+    Advantages `[B, T]`. `returns` is the return-to-go.
   """
   returns = returns_to_go(rewards, mask, gamma)
   advantages = returns
@@ -162,8 +161,9 @@ def reinforce_plus_plus(
   elif baseline != 'none':
     raise ValueError(f"baseline is {baseline!r}; it must be 'none' or 'group'")
   whitened = reductions.whiten(advantages, jnp.asarray(mask, bool))
-  keep = None if max_sigma is None else jnp.abs(whitened) <= max_sigma
-  return Advantages(whitened, returns, keep)
+  if max_sigma is not None:
+    whitened = jnp.where(jnp.abs(whitened) <= max_sigma, whitened, 0)
+  return Advantages(whitened, returns)
 
 
 @component()

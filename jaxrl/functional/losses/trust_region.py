@@ -169,7 +169,8 @@ def stable_reinforce(
 
   r = e^{clip(p−o, log ρ_low, log ρ_high)}: beyond these bounds a token has no gradient,
   where PPO's min still has one: for A < 0 above, and for A > 0 below. There is no dual
-  clip. The paper's filter of advantages is `reinforce_plus_plus(max_sigma=3.0)`.
+  clip. The paper's filter of advantages is `reinforce_plus_plus(max_sigma=3.0)`. The
+  loss of this name in Tinker's API is another one, which is not published.
 
   Args:
     logprobs: `[B, T]` the policy's log-probs p, with gradient.

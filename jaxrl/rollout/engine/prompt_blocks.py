@@ -17,7 +17,6 @@ import numpy as np
 from jaxrl.models.decoding import decode_step
 from jaxrl.models.decoding.block_rows import BlockRows
 from jaxrl.models.kv_cache import Cache
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.types import Array, Params
 
@@ -37,30 +36,6 @@ class StagedPrompt:
   prompt: np.ndarray
   start: int
   source: int | None
-
-
-def obstacle(
-  config: ModelConfig, *, platform: str, devices: int, keeps_prompts: bool
-) -> str:
-  """Returns why a model's prompts cannot be computed in blocks; '' if they can.
-
-  Args:
-    config: The model's shape.
-    platform: JAX's name of the devices' platform.
-    devices: Number of devices of the engine.
-    keeps_prompts: What `kv_cache.keeps_prompts` says of its cache.
-  """
-  if platform != 'cpu' or devices > 1:
-    kind = f'{devices} devices' if devices > 1 else f'a {platform.upper()}'
-    return f'blocks are computed on one CPU device, and this engine has {kind}'
-  if config.vision is not None:
-    return 'the model sees images, whose prompts are computed whole'
-  if not keeps_prompts:
-    return (
-      'the model has windows shorter than max_length or gated DeltaNet layers, whose '
-      'cache does not keep prompts'
-    )
-  return ''
 
 
 class BlockPrefill:

@@ -19,7 +19,6 @@ from jaxrl.models import kv_cache as caches
 from jaxrl.models.decoding import decode_step
 from jaxrl.models.decoding.draft_rows import DraftRows
 from jaxrl.models.kv_cache import Cache
-from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import token_sampling
 from jaxrl.types import Array, Params
@@ -40,34 +39,6 @@ class Drafting:
 
   tokens: int
   match: int
-
-
-def obstacle(
-  config: ModelConfig, *, platform: str, devices: int, keeps_prompts: bool
-) -> str:
-  """Returns why a model's tokens cannot be drafted; '' if they can.
-
-  Args:
-    config: The model's shape.
-    platform: JAX's name of the devices' platform.
-    devices: Number of devices of the engine.
-    keeps_prompts: What `kv_cache.keeps_prompts` says of its cache.
-  """
-  if platform != 'cpu' or devices > 1:
-    kind = f'{devices} devices' if devices > 1 else f'a {platform.upper()}'
-    return f'drafts are checked on one CPU device, and this engine has {kind}'
-  if config.has_linear_attention:
-    return (
-      'the model has gated DeltaNet layers, whose state cannot drop a rejected draft'
-    )
-  if config.vision is not None:
-    return 'the model sees images, whose positions are not those of its tokens'
-  if not keeps_prompts:
-    return (
-      'the model has windows shorter than max_length, in whose cache a rejected draft '
-      'overwrites older tokens'
-    )
-  return ''
 
 
 @jax.tree_util.register_dataclass

@@ -152,7 +152,7 @@ def check_cache_use(
     draft_tokens: As for `JaxEngine`.
     draft_match: As there.
     prompt_block: As there.
-    **engine: Its `devices` and `keeps_prompts`; see `speculative_decode.obstacle`.
+    **engine: Its `devices` and `keeps_prompts`; see `CacheUse.obstacle`.
 
   Returns:
     The `Drafting`; None if it drafts nothing.
@@ -160,18 +160,18 @@ def check_cache_use(
   Raises:
     ValueError: If it cannot.
   """
+  if not (prompt_block or draft_tokens):
+    return None
+  from jaxrl.rollout.engine import cache_uses  # most engines have neither
+
   place: Any = {'platform': model.platform, **engine}
   if prompt_block:
-    from jaxrl.rollout.engine import prompt_blocks  # most compute prompts whole
-
-    if problem := prompt_blocks.obstacle(model.config, **place):
-      raise ValueError(f'prompt_block={prompt_block}: {problem}; leave it at 0')
+    cache_uses.PROMPT_BLOCKS.check(prompt_block, model.config, **place)
   if not draft_tokens:
     return None
-  from jaxrl.rollout.engine import speculative_decode  # most draft nothing
+  from jaxrl.rollout.engine import speculative_decode
 
-  if problem := speculative_decode.obstacle(model.config, **place):
-    raise ValueError(f'draft_tokens={draft_tokens}: {problem}; leave it at 0')
+  cache_uses.DRAFTS.check(draft_tokens, model.config, **place)
   return speculative_decode.Drafting(draft_tokens, draft_match)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl.component_table import ComponentTable
-from jaxrl.options import AT_LEAST_ONE, SHARE, Range, option_ranges
+from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, option_ranges
 
 
 class PlayedTurns(NamedTuple):
@@ -146,7 +146,7 @@ class PrefixSampling(PrefixSampler):
   those of one that failed, a handicap. Pass rates near a half have the most of a binary
   reward's information.
 
-  How many turns are replayed is ours, as the paper's own rule was not at hand. A group
+  How many turns are replayed is ours; `PrefixRatios` has the authors' rule. A group
   that has r turns of an episode of its kind before it ends as that episode did at a
   rate q; if each turn kept it on that way equally often, r' = r · log t / log q turns
   would make the rate t, the aim. q is (k + ½) / (n + 1) for k of n samples. The number
@@ -274,9 +274,145 @@ def _turns(values: Any) -> PlayedTurns | None:
   return None if values is None else PlayedTurns(*values)
 
 
+@option_ranges(
+  ascending=('low', 'high'),
+  low=SHARE,
+  high=SHARE,
+  remaining_ratio=Range(0.05, 0.95),
+  prefix_ratio=Range(0.05, 0.95),
+  remaining_cap=NOT_NEGATIVE,
+  prefix_cap=NOT_NEGATIVE,
+  max_tasks=AT_LEAST_ONE,
+)
+class PrefixRatios(PrefixSampler):
+  """Replays a share of a group's turns once, as the authors of Prefix Sampling do.
+
+  Where few samples of a group pass, but some do, the task's next group goes on from the
+  first turns of one that passed, and plays `remaining_ratio` of its turns itself. Where
+  nearly all pass, it goes on from the first `prefix_ratio` of the turns of one that
+  failed. The group after that plays from the start. Groups that fail or pass as a whole
+  change nothing.
+
+  For each of both kinds, a moving average of the pass rates after prefixes is kept,
+  with a weight of 0.05 for each group. Above 0.53 its ratio grows by 0.05, and below
+  0.47 it shrinks by as much; then it rests for five groups. The authors, whose text of
+  March 2026 has the rule, count the steps of training instead of groups.
+  """
+
+  TARGET, DEADZONE, RATE, MOVE, REST = 0.5, 0.03, 0.05, 0.05, 5
+
+  def __init__(
+    self,
+    *,
+    low: float = 0.3,
+    high: float = 0.7,
+    remaining_ratio: float = 0.25,
+    prefix_ratio: float = 0.25,
+    remaining_cap: int = 0,
+    prefix_cap: int = 0,
+    adaptive: bool = True,
+    pass_score: float = 1.0,
+    max_tasks: int = 4096,
+  ):
+    """Initializes the sampler.
+
+    Args:
+      low: A task with a lower pass rate gets a head start.
+      high: A task with a higher pass rate gets a handicap.
+      remaining_ratio: Share of the turns that a head start leaves to play.
+      prefix_ratio: Share of the turns that a handicap replays.
+      remaining_cap: The most turns that a head start leaves; 0 for no bound.
+      prefix_cap: The most turns that a handicap replays; 0 for no bound.
+      adaptive: Whether the ratios follow the pass rates after prefixes.
+      pass_score: A sample passes from this accuracy on.
+      max_tasks: Prefixes that are kept; the oldest one is forgotten.
+    """
+    self.pass_score = pass_score
+    self._low, self._high = low, high
+    self._caps = {'head_start': remaining_cap, 'handicap': prefix_cap}
+    self._adaptive, self._max_tasks = adaptive, max_tasks
+    self._ratios = {'head_start': remaining_ratio, 'handicap': prefix_ratio}
+    self._rates = dict.fromkeys(self._ratios, self.TARGET)
+    self._rests = dict.fromkeys(self._ratios, 0)
+    self._next: dict[int, Prefix] = {}  # the newest one comes last
+
+  def observe(self, outcome: GroupOutcome) -> None:
+    """Cuts the next prefix of the group's task, or adapts the ratio of its own.
+
+    Args:
+      outcome: How the group fared.
+    """
+    self._next.pop(outcome.key, None)
+    if not outcome.num_samples:
+      return
+    rate = outcome.num_passed / outcome.num_samples
+    if outcome.prefix is not None:
+      self._adapt(outcome.prefix.kind, rate)
+      return
+    prefix = None
+    if 0 < rate < self._low and outcome.success is not None:
+      prefix = self._cut(outcome.key, 'head_start', outcome.success)
+    elif self._high < rate < 1 and outcome.failure is not None:
+      prefix = self._cut(outcome.key, 'handicap', outcome.failure)
+    if prefix is not None:
+      self._next[outcome.key] = prefix
+    if len(self._next) > self._max_tasks:
+      del self._next[next(iter(self._next))]
+
+  def _cut(self, key: int, kind: str, source: PlayedTurns) -> Prefix | None:
+    """Returns the first turns of an episode; None if these are none."""
+    length, cap = len(source.replies), self._caps[kind]
+    count = int(length * self._ratios[kind])
+    count = min(count, cap) if cap else count
+    if kind == 'head_start':
+      count = length - max(1, count)
+    if count < 1:
+      return None
+    replies, states = source.replies[:count], source.states[: count + 1]
+    return Prefix(key, kind, source.seed, replies, states, length)
+
+  def _adapt(self, kind: str, rate: float) -> None:
+    self._rates[kind] += self.RATE * (rate - self._rates[kind])
+    if self._rests[kind]:
+      self._rests[kind] -= 1
+    elif self._adaptive and abs(self._rates[kind] - self.TARGET) > self.DEADZONE:
+      # More turns to play are harder, and so are more turns of one that failed.
+      move = math.copysign(self.MOVE, self._rates[kind] - self.TARGET)
+      ratio = round(self._ratios[kind] + move, 2)
+      self._ratios[kind] = min(max(ratio, 0.05), 0.95)
+      self._rests[kind] = self.REST
+
+  def choose(self, key: int) -> Prefix | None:
+    """Returns the prefix of the next group of a task, None for its start.
+
+    Args:
+      key: The number of the task.
+    """
+    return self._next.get(key)
+
+  def state_dict(self) -> dict[str, Any]:
+    """Returns prefixes, ratios, rates and rests as JSON."""
+    control = {
+      kind: [self._ratios[kind], self._rates[kind], self._rests[kind]]
+      for kind in self._ratios
+    }
+    return {'control': control, 'next': list(self._next.values())}
+
+  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    """Restores them.
+
+    Args:
+      state: A value that `state_dict` returned, perhaps by way of JSON.
+    """
+    for kind, (ratio, rate, rest) in state['control'].items():
+      self._ratios[kind], self._rates[kind], self._rests[kind] = ratio, rate, rest
+    prefixes = [Prefix(*values) for values in state['next']]
+    self._next = {prefix.key: prefix for prefix in prefixes}
+
+
 PREFIX_SAMPLERS: ComponentTable[type] = ComponentTable(
   'prefix sampler',
   'env.TAG.prefixes',
-  {'prefix_sampling': PrefixSampling},
+  {'prefix_ratios': PrefixRatios, 'prefix_sampling': PrefixSampling},
   base=PrefixSampler,
 )

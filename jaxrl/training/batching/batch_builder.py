@@ -74,7 +74,7 @@ class BatchBuilder:
 
   Attributes:
     algorithm: Decides which rows must stay together.
-    num_rows: Rows of a usual batch.
+    num_rows: Rows of a batch if each sample is one row.
     row_multiple: What the rows of a micro-batch must be a multiple of, for the mesh.
     buckets: The lengths that rows are padded to, ascending.
     num_minibatches: Optimizer updates in one pass over a batch.
@@ -84,6 +84,7 @@ class BatchBuilder:
     vision: The tower of a model that sees images.
     counts_segments: Whether programs depend on how many segments a sequence has: those
       for GPUs do, whose attention must know it to do without a mask.
+    rows_per_sample: The usual rows of a sample: in self-play, one for each player.
   """
 
   algorithm: Algorithm
@@ -96,6 +97,7 @@ class BatchBuilder:
   seed: int
   vision: VisionConfig | None = None
   counts_segments: bool = False
+  rows_per_sample: int = 1
 
   @property
   def _num_chunks(self) -> int:
@@ -111,16 +113,12 @@ class BatchBuilder:
       length: Tokens of a row.
       num_rows: Rows that the batch must hold; 0 for a usual batch.
     """
-    padded_rows = -(-max(num_rows, 1) // self.num_rows) * self.num_rows
-    unit_size = batch_unit_size(self.algorithm)
-    micro_rows = rows_per_micro_batch(
-      padded_rows, self._num_chunks, unit_size, self.row_multiple
-    )
+    times = -(-num_rows // self.num_rows) or self.rows_per_sample
+    padded_rows = times * self.num_rows
+    unit_size, chunks = batch_unit_size(self.algorithm), self._num_chunks
+    micro_rows = rows_per_micro_batch(padded_rows, chunks, unit_size, self.row_multiple)
     return BatchShape(
-      micro_rows * self._num_chunks,
-      length,
-      micro_rows,
-      segments=int(self.counts_segments),
+      micro_rows * chunks, length, micro_rows, segments=int(self.counts_segments)
     )
 
   def warmup_shapes(self) -> list[BatchShape]:
@@ -144,7 +142,7 @@ class BatchBuilder:
       ValueError: A row is longer than every bucket, or a group is not a pair although
         the algorithm needs pairs.
     """
-    shape = self.batch_shape()
+    shape = self.batch_shape(num_rows=self.num_rows)
     count = sum(len(group) for group in groups)
     if count > shape.rows:
       shape = self.batch_shape(num_rows=count)

@@ -116,8 +116,9 @@ class PackedBatchBuilder(BatchBuilder):
       fine: Whether micro-batches are small.
     """
     del length
+    needed_rows = num_rows or self.num_rows * self.rows_per_sample
     padded_rows = self.num_rows
-    while padded_rows < num_rows:
+    while padded_rows < needed_rows:
       padded_rows *= 2
     size = self._sizes[-1 if fine else 0]
     minibatch_rows = self._minibatch_rows(padded_rows)
@@ -125,7 +126,10 @@ class PackedBatchBuilder(BatchBuilder):
 
   def warmup_shapes(self) -> list[BatchShape]:
     """Returns the shapes of a usual batch, in each size of micro-batches."""
-    return [self.batch_shape(fine=fine) for fine in (False, True)[: len(self._sizes)]]
+    usual = self.batch_shape()
+    if self._has_one_size(usual.micro_rows):
+      return [usual]
+    return [usual, self.batch_shape(fine=True)]
 
   def build_batch(
     self, groups: Sequence[Group], step: int
@@ -143,7 +147,8 @@ class PackedBatchBuilder(BatchBuilder):
       ValueError: A row is longer than every bucket, rows that must stay together fit no
         micro-batch, or a group is not a pair although the algorithm needs pairs.
     """
-    shape = self.batch_shape(num_rows=sum(len(group) for group in groups))
+    count = sum(len(group) for group in groups)
+    shape = self.batch_shape(num_rows=max(count, 1))
     while True:
       batch = self._add_default_fields(self._collate(groups, shape))
       indices = self._assign_minibatches(batch, shape.micro_rows, step)
@@ -214,8 +219,9 @@ class PackedBatchBuilder(BatchBuilder):
     self, batch: Batch, indices: list[np.ndarray], minibatch_rows: int
   ) -> tuple[BatchShape, list[FirstFitBins]]:
     """Places each minibatch's rows in the size of micro-batches that costs less."""
-    only_usual = self.packing.num_parallel > 1 and self._is_oversized(minibatch_rows)
-    sizes, best = self._sizes[: 1 if only_usual else None], []
+    sizes, best = self._sizes, []
+    if self._has_one_size(minibatch_rows):
+      sizes = sizes[:1]
     for tree in (False, True):
       if tree < self._expects_trees or (tree and self.packing.share_tree is False):
         continue
@@ -297,8 +303,14 @@ class PackedBatchBuilder(BatchBuilder):
     )
 
   def _is_oversized(self, minibatch_rows: int) -> bool:
-    """Returns whether a minibatch has more rows than usual, and needs a recompile."""
+    """Returns whether a minibatch has more rows than samples."""
     return minibatch_rows > self._minibatch_rows(self.num_rows)
+
+  def _has_one_size(self, minibatch_rows: int) -> bool:
+    """Returns whether there are no fine micro-batches, as they need programs too."""
+    if len(self._sizes) == 1:
+      return True
+    return self.packing.num_parallel > 1 and self._is_oversized(minibatch_rows)
 
   def _num_parallel(self, minibatch_rows: int) -> int:
     """Returns how many micro-batches run in parallel, whatever their size.

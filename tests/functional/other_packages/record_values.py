@@ -1,12 +1,14 @@
 """Records what the code of other packages computes, for `test_recorded_values`.
 
 It runs in an environment with torch and the packages that `values.json` names:
-beartype and jaxtyping, as `python record_values.py PRIME_RL_LOSS AREAL`. PRIME_RL_LOSS
-is the file src/prime_rl/trainer/rl/loss.py of prime-rl, which is no package of its own;
-AREAL is the unpacked wheel of areal 1.0.4, of which two functions are taken.
+beartype and jaxtyping, as `python record_values.py PRIME_RL AREAL R1_REWARD`. The first
+and the last are checkouts of PrimeIntellect-ai/prime-rl and yfzhang114/r1_reward, which
+are no packages; AREAL is the unpacked wheel of areal 1.0.4, of which two functions are
+taken.
 """
 
 import ast
+import asyncio
 import collections
 import importlib.metadata
 import importlib.util
@@ -57,9 +59,11 @@ def tensors():
   return {k: torch.tensor(v, dtype=torch.float64) for k, v in inputs().items()}
 
 
-def record(compute):
-  """The loss and its gradient by the log-probs."""
+def record(compute, spread=1):
+  """The loss and its gradient by the log-probs, which may be further off than usual."""
   columns = tensors()
+  drift = columns['logprobs'] - columns['old_logprobs']
+  columns['logprobs'] = columns['old_logprobs'] + spread * drift
   columns['logprobs'].requires_grad_()
   loss = compute(columns)
   loss.backward()
@@ -295,8 +299,9 @@ def trinity_keeps():
   }
 
 
-def prime_rl_losses(path):
+def prime_rl_losses(root):
   """Loads the file alone, without the packages that it takes its configs from."""
+  path = f'{root}/src/prime_rl/trainer/rl/loss.py'
 
   class Configs(types.ModuleType):
     def __getattr__(self, name):
@@ -324,23 +329,128 @@ def prime_rl_losses(path):
   return {'ipo': record(compute)}
 
 
-def function_in(path, name, **names):
-  """A function of a module that is not imported, with the names that it needs."""
+def definition_in(path, name, **names):
+  """A function or class of a module that is not imported, with the names it needs."""
   tree = ast.parse(pathlib.Path(path).read_text())
-  (node,) = (x for x in tree.body if getattr(x, 'name', '') == name)
-  node.returns, node.decorator_list = None, []
-  for argument in node.args.args:
-    argument.annotation = None
-  module = ast.Module(body=[node], type_ignores=[])
-  scope = {'torch': torch, **names}
-  exec(compile(module, path, 'exec'), scope)
+  (found,) = (x for x in tree.body if getattr(x, 'name', '') == name)
+  for node in ast.walk(found):
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+      node.returns, node.decorator_list = None, []
+      for argument in node.args.args:
+        argument.annotation = None
+  if isinstance(found, ast.ClassDef):
+    found.bases = [x for x in found.bases if ast.unparse(x) == 'nn.Module']
+  module = ast.Module(body=[found], type_ignores=[])
+  scope = {'torch': torch, 'np': np, 'nn': torch.nn, **names}
+  exec(compile(module, str(path), 'exec'), scope)
   return scope[name]
+
+
+PROPOSER, SOLVER = 0, 1
+ROLES = (PROPOSER, SOLVER, SOLVER, PROPOSER, SOLVER, SOLVER, SOLVER, PROPOSER)
+EPISODES = (0, 0, 0, 1, 1, 1, 1, 2)  # of one group
+
+
+def prime_rl_advantages(root):
+  """Of MaxRL in three groups, of agents with roles in one, and of RAE game by game."""
+  folder = f'{root}/src/prime_rl/orchestrator/algo'
+  rewards = inputs()['second_rewards'].tolist()
+
+  def score(name, episodes, **fields):
+    scored = {}
+
+    def pairs(episodes):
+      return [(e, trace) for e in episodes for trace in e.traces]
+
+    algorithm = definition_in(
+      f'{folder}/{name[0]}.py',
+      name[1],
+      iter_trainable_traces=pairs,
+      assign_advantages=lambda trace, a: scored.update({trace.row: a}),
+      defaultdict=collections.defaultdict,
+    )
+    made = algorithm.__new__(algorithm)
+    vars(made).update(fields)
+    for group in episodes:
+      asyncio.run(made.score_group(group))
+    return [scored[row] for row in sorted(scored)]
+
+  def trace(row, role=PROPOSER, reward=None):
+    reward = rewards[row] if reward is None else reward
+    agent = types.SimpleNamespace(name=role)
+    return types.SimpleNamespace(row=row, agent=agent, reward=reward)
+
+  def episode(number, *traces):
+    return types.SimpleNamespace(id=number, traces=traces)
+
+  totals = inputs()['rewards'].sum(axis=1).tolist()
+  group = inputs()['group']
+  groups = [
+    [episode(r, trace(r, reward=totals[r])) for r in range(ROWS) if group[r] == g]
+    for g in range(3)
+  ]
+  family = [
+    episode(e, *(trace(r, ROLES[r]) for r in range(ROWS) if EPISODES[r] == e))
+    for e in range(3)
+  ]
+  games = [[episode(i, trace(2 * i, 0), trace(2 * i + 1, 1))] for i in range(ROWS // 2)]
+  return {
+    'maxrl': score(('max_rl', 'MaxRLAlgorithm'), groups),
+    'hierarchical_grpo': score(
+      ('hierarchical_grpo', 'HierarchicalGRPOAlgorithm'),
+      [family],
+      episode_agents={SOLVER},
+    ),
+    'rae': score(
+      ('rae', 'RAEAlgorithm'),
+      games,
+      baselines=collections.defaultdict(float),
+      decay=0.95,
+    ),
+  }
+
+
+SPREAD = 6  # log-ratios go beyond ±log 1000
+RETURNS = [0.5, -0.5] * 11 + [1.0, -1.0, 4.0, -4.0]  # two are more than 3σ off
+
+
+def r1_reward(root):
+  """StableReinforce: its loss, and what its buffer makes of advantages.
+
+  The buffer's bounds are ±3 around the batch's mean, so that the batch here has mean 0.
+  """
+  mean = definition_in(f'{root}/openrlhf/models/utils.py', 'masked_mean')
+  policy_loss = definition_in(
+    f'{root}/openrlhf/models/loss.py', 'PolicyLoss', masked_mean=mean
+  )()
+  buffer = definition_in(
+    f'{root}/openrlhf/trainer/ppo_utils/replay_buffer.py', 'NaiveReplayBuffer'
+  )
+
+  def compute(c):
+    return policy_loss(c['logprobs'], c['old_logprobs'], c['advantages'], c['mask'])
+
+  class Buffer(list):
+    normalize = buffer.normalize
+
+  items = Buffer(
+    types.SimpleNamespace(
+      advantages=torch.tensor([value], dtype=torch.float64),
+      action_mask=torch.ones(1, dtype=torch.bool),
+    )
+    for value in RETURNS
+  )
+  items.normalize('advantages', types.SimpleNamespace(all_reduce=lambda x, how: x))
+  return {
+    'stable_reinforce': record(compute, spread=SPREAD),
+    'filtered': [float(item.advantages) for item in items],
+  }
 
 
 def areal_losses(root):
   methods = ('LOGLINEAR', 'LINEAR', 'ROLLOUT')
   constants = {f'PROX_APPROX_METHOD_{name}': name for name in methods}
-  approximate = function_in(
+  approximate = definition_in(
     f'{root}/areal/trainer/ppo/actor.py',
     'compute_prox_logp_approximations',
     PROX_APPROX_METHODS_ALL=list(constants.values()),
@@ -348,7 +458,7 @@ def areal_losses(root):
   )
   files = pathlib.Path(root).glob('areal/utils/functional/*.py')
   (source,) = (f for f in files if 'def ppo_actor_loss_fn' in f.read_text())
-  loss_fn = function_in(str(source), 'ppo_actor_loss_fn')
+  loss_fn = definition_in(str(source), 'ppo_actor_loss_fn')
   proximal = []
 
   def compute(c):
@@ -376,7 +486,9 @@ def main():
     'trl_self_distillation': trl_self_distillation(),
     'trinity': trinity_keeps(),
     'prime-rl': prime_rl_losses(sys.argv[1]),
+    'prime-rl_advantages': prime_rl_advantages(sys.argv[1]),
     'areal': {'a3po': areal_losses(sys.argv[2])},
+    'r1_reward': r1_reward(sys.argv[3]),
   }
   VALUES.write_text(json.dumps(values, indent=None) + '\n')
 

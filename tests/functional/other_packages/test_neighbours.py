@@ -71,6 +71,18 @@ def test_stable_reinforce_has_no_gradient_beyond_its_bounds():
   np.testing.assert_allclose(within, [[near]], rtol=1e-4)
 
 
+def test_a3po_clips_old_tokens_later_than_ppo_and_fresh_ones_alike():
+  """At r = 1.3 with A = 1: a token of two steps' age has moved by √1.3 from between."""
+
+  def slope(age, advantage=1):
+    fields = {'weights_version': np.array([[10 - age]]), 'step': np.int32(10)}
+    return slopes(losses.a3po, [1.3], advantage, **fields)[0, 0]
+
+  assert slopes(losses.ppo_clip, [1.3], 1)[0, 0] == slope(0) == slope(1) == 0
+  for age in (2, 5):  # the weight and the ratio multiply to r
+    np.testing.assert_allclose([slope(age), slope(age, -1)], [-1.3, 1.3], rtol=1e-5)
+
+
 def test_one_outlier_moves_gmpo_by_its_share_alone():
   """GSPO clips the mean, which one token at e^2 takes out of the range for all four."""
   ratios = [[1, 1, 1, np.exp(2.0)]]

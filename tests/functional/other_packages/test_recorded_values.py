@@ -1,7 +1,7 @@
 """Newer losses and advantages against what the code of other packages computes.
 
-`record_values.py` made the values: losses and their gradients by verl, TRL and
-prime-rl, and which tokens Trinity-RFT keeps.
+`record_values.py` made the values: losses, their gradients and advantages by verl, TRL,
+prime-rl, AReaL and R1-Reward, and which tokens Trinity-RFT keeps.
 """
 
 import functools
@@ -126,6 +126,80 @@ def test_gdpo_is_verls():
   out = call_component(advantages.gdpo, fields)
   wanted = VALUES['verl_advantages']['gdpo']
   np.testing.assert_allclose(out.advantages, wanted, rtol=1e-4, atol=1e-5)
+
+
+def one_token_rows(rewards, **more):
+  """A row of one token for each episode, of one group unless said otherwise."""
+  rewards = np.float32(rewards)[:, None]
+  rows = np.arange(len(rewards), dtype=np.int32)
+  ids = {'group_ids': np.zeros_like(rows), 'episode_ids': rows}
+  return {'rewards': rewards, 'mask': np.ones(rewards.shape, bool)} | ids | more
+
+
+def test_maxrl_is_prime_rls():
+  """In three groups of two and three."""
+  wanted = VALUES['prime-rl_advantages']['maxrl']
+  got = call_component(advantages.maxrl, columns()).advantages
+  for row, mask, a in zip(got, INPUTS['mask'] > 0, wanted, strict=True):
+    np.testing.assert_allclose(row[mask], a, rtol=1e-6, atol=1e-7)
+  assert len(set(wanted)) > 4
+
+
+def test_hierarchical_grpo_is_prime_rls():
+  """Three proposals of one task; two of them have two and three solvers."""
+  fields = one_token_rows(
+    INPUTS['second_rewards'],
+    episode_ids=np.int32([0, 0, 0, 1, 1, 1, 1, 2]),
+    role_ids=np.int32([0, 1, 1, 0, 1, 1, 1, 0]),
+  )
+  got = call_component(advantages.hierarchical_grpo, fields).advantages
+  wanted = VALUES['prime-rl_advantages']['hierarchical_grpo']
+  np.testing.assert_allclose(got[:, 0], wanted, rtol=1e-6, atol=1e-7)
+
+
+def test_rae_is_prime_rls_game_by_game():
+  """Four games of two sides. A batch of more than one game has no order here."""
+  state, got = advantages.init_baselines(), []
+  for game in INPUTS['second_rewards'].reshape(4, 2):
+    fields = one_token_rows(game, role_ids=np.int32([0, 1]), state=state)
+    out = call_component(advantages.rae, fields, {'decay': 0.95})
+    state = out.state
+    got += out.advantages[:, 0].tolist()
+  np.testing.assert_allclose(got, VALUES['prime-rl_advantages']['rae'], rtol=1e-5)
+
+
+def test_stable_reinforces_loss_and_gradient_are_r1_rewards():
+  """With log-ratios six times as far off, so that some lie beyond its bounds."""
+  fields = columns()
+  old = fields['old_logprobs']
+  weights = token_weights(jnp.asarray(fields['mask']), mode='sequence_mean_token_mean')
+
+  @jax.jit
+  @jax.value_and_grad
+  def total(logprobs):
+    columns = fields | {'logprobs': logprobs}
+    return jnp.sum(weights * call_component(losses.stable_reinforce, columns)[0])
+
+  value, gradient = total(old + 6 * (fields['logprobs'] - old))
+  wanted = VALUES['r1_reward']['stable_reinforce']
+  np.testing.assert_allclose(value, wanted['loss'], rtol=2e-5)
+  scale = np.abs(wanted['gradient']).max()
+  np.testing.assert_allclose(gradient, wanted['gradient'], rtol=1e-4, atol=1e-6 * scale)
+  assert np.count_nonzero(gradient) > 10
+  beyond = 6 * (old - fields['logprobs']) > np.log(1000)
+  beyond &= fields['mask'] & (fields['advantages'] > 0)  # where PPO has a gradient
+  assert np.any(beyond) and not np.any(gradient[beyond])
+
+
+def test_advantages_beyond_three_deviations_are_those_that_r1_reward_takes_away():
+  """It divides by the population's deviation, and we by the sample's."""
+  returns = np.float32([0.5, -0.5] * 11 + [1, -1, 4, -4])
+  fields = one_token_rows(returns)
+  out = call_component(advantages.reinforce_plus_plus, fields, {'max_sigma': 3.0})
+  wanted = np.array(VALUES['r1_reward']['filtered'])
+  assert out.keep is None and np.flatnonzero(wanted == 0).tolist() == [24, 25]
+  scaled = np.asarray(out.advantages)[:, 0] * returns.std(ddof=1) / returns.std()
+  np.testing.assert_allclose(scaled, wanted, atol=1e-5)
 
 
 def test_clip_v_with_trinitys_values_keeps_what_trinity_keeps():
