@@ -17,6 +17,7 @@ from jaxrl.rollout.tinker.row_adapters import Adapters, tenant_axis
 from jaxrl.rollout.tinker.tenant_losses import CODES, CROSS_ENTROPY, LossRows
 from jaxrl.rollout.tinker.tenant_programs import (
   AdamHyperparameters,
+  MuonHyperparameters,
   TenantPrograms,
   TenantState,
   TokenRows,
@@ -55,8 +56,8 @@ class TenantSnapshot:
 
   Attributes:
     adapters: The parameters, of the tenant's own rank.
-    mu: Adam's first moments; None for a fresh optimizer.
-    nu: Adam's second moments; None for a fresh optimizer.
+    mu: The optimizer's first moments; None for a fresh optimizer.
+    nu: Its second moments, zero if it has none; None for a fresh optimizer.
     count: Optimizer steps so far.
   """
 
@@ -291,7 +292,7 @@ class TenantLearner:
     tenant.num_rows = 0
 
   def adam_step(self, tenant: Tenant, options: Mapping[str, float]) -> float:
-    """Takes an optimizer step with a tenant's gradients.
+    """Takes a step of AdamW with a tenant's gradients.
 
     Args:
       tenant: The tenant.
@@ -300,19 +301,37 @@ class TenantLearner:
     Returns:
       The norm of the gradient before it was clipped.
     """
-    hyperparameters = AdamHyperparameters(
-      **{name: np.float32(value) for name, value in options.items()}
-    )
+    hyperparameters = AdamHyperparameters(**_scalars(options))
+    return self._step(tenant, self._programs.adam_step, hyperparameters)
+
+  def muon_step(self, tenant: Tenant, options: Mapping[str, float]) -> float:
+    """Takes a step of Muon with a tenant's gradients.
+
+    Args:
+      tenant: The tenant.
+      options: The fields of `MuonHyperparameters`.
+
+    Returns:
+      The norm of the gradient before it was clipped.
+    """
+    hyperparameters = MuonHyperparameters(**_scalars(options))
+    return self._step(tenant, self._programs.muon_step, hyperparameters)
+
+  def _step(self, tenant: Tenant, program: Any, hyperparameters: Any) -> float:
     tenant.count += 1
     tenant.num_rows = 0
     try:
       own = self._programs.take_tenant(self._state, np.int32(tenant.place))
-      own, norm = self._programs.adam_step(own, np.int32(tenant.count), hyperparameters)
+      own, norm = program(own, np.int32(tenant.count), hyperparameters)
       self._put(tenant, own)
       return float(norm)
     except Exception as error:
       self._recover(error)
       raise
+
+
+def _scalars(options: Mapping[str, float]) -> dict[str, np.float32]:
+  return {name: np.float32(value) for name, value in options.items()}
 
 
 def _zero(state: TenantState, place: Any) -> TenantState:
