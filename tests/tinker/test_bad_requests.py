@@ -4,6 +4,7 @@ import asyncio
 import json
 import logging
 import random
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
@@ -13,6 +14,7 @@ from jaxrl.rollout.tinker import request_bodies
 from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from jaxrl.rollout.tinker.tinker_server import TinkerServer
 from launch.tinker import serve_tinker
+from tests.rollout.gateway import broken_http
 
 KEY = {'X-API-Key': 'tml-key'}
 SIZES = {'max_length': 64, 'step_tokens': 64, 'max_rank': 4, 'max_tenants': 1}
@@ -209,6 +211,47 @@ def test_one_wrong_value_in_a_request_that_is_right(served, caplog, checkpoint):
         await sender.result(answer)
 
   check_log(caplog, served(work))
+
+
+def test_what_is_no_http(served, caplog):
+  caplog.set_level(logging.INFO)
+  key = 'X-API-Key: tml-key'
+
+  async def work(sender, server):
+    for path in ('/api/v1/create_session', '/api/v1/forward_backward', '/v1/responses'):
+      own = 'Authorization: Bearer tml-key' if path.startswith('/v1') else key
+      for name, data, statuses in broken_http.requests('POST', path, own):
+        caplog.clear()
+        status, _ = await broken_http.send(sender.url, data)
+        assert status in statuses, (path, name, status)
+        assert status == 200 or name == 'expectation' or caplog.records, name
+        broken_http.check_log(caplog.records)
+
+  served(work)
+
+
+def test_the_other_apis_answer_errors_in_their_own_form(served, checkpoint):
+  """Without the key nobody learns which model or checkpoint there is."""
+  auth = {'Authorization': 'Bearer tml-key'}
+  messages = [{'role': 'user', 'content': 'x'}]
+  lost = json.dumps({'model': 'tinker://a/sampler_weights/b', 'messages': messages})
+
+  async def work(sender, server):
+    for path in ('chat/completions', 'responses', 'messages', 'completions'):
+      answer = await sender.send('POST', f'/v1/{path}', lost.encode(), {})
+      assert sender.statuses[-1] == 401 and 'sampler_weights' not in str(answer)
+      answer = await sender.send('POST', f'/v1/{path}', lost.encode(), auth)
+      assert sender.statuses[-1] == 404
+      kind = answer['error']['type']
+      assert kind == 'not_found_error'
+      assert ('type' in answer) == (path == 'messages')
+    name = quote(str(checkpoint), safe='')
+    found = await sender.send('GET', f'/v1/models/{name}', headers=auth)
+    assert found['id'] == str(checkpoint)
+    await sender.send('GET', '/v1/models/other', headers=auth)
+    assert sender.statuses[-1] == 404
+
+  served(work)
 
 
 def test_what_is_not_there_is_said(served):
