@@ -132,7 +132,8 @@ class ViewServer:
       response = await self._admit(request, handler)
     if response.status >= 400 and isinstance(response, web.Response):
       path = request.path.partition('/')[2].partition('/')[2]  # without the token
-      log.info('%s %.200r: %d, %.200s', request.method, path, response.status, response.text)
+      refusal = response.status, response.text
+      log.info('%s %.200r: %d, %.200s', request.method, path, *refusal)
     response.headers.update(HEADERS)
     return response
 

@@ -1,4 +1,4 @@
-"""Each server answers what is no HTTP with a status and a line, not with a traceback."""
+"""Each server answers what is no HTTP with a status and a line, and no traceback."""
 
 import logging
 
