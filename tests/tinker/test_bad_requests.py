@@ -1,6 +1,7 @@
 """Whatever a client sends, the server says what is wrong, logs a line and goes on."""
 
 import asyncio
+import itertools
 import json
 import logging
 import random
@@ -8,9 +9,12 @@ from urllib.parse import quote
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 
 from jaxrl.rollout.tinker import request_bodies
+from jaxrl.rollout.tinker.pending_results import PendingResult
+from jaxrl.rollout.tinker.tenant_learner import TrainingRow
 from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from jaxrl.rollout.tinker.tinker_server import TinkerServer
 from launch.tinker import serve_tinker
@@ -128,6 +132,7 @@ class Sender:
       if reply.content_type == 'application/json':
         found = await reply.json()
         assert not found.get('error', '').startswith('the server failed'), found
+        return found
 
 
 @pytest.fixture
@@ -211,6 +216,52 @@ def test_one_wrong_value_in_a_request_that_is_right(served, caplog, checkpoint):
         await sender.result(answer)
 
   check_log(caplog, served(work))
+
+
+def test_a_step_is_not_taken_with_what_is_left_of_its_gradients(served, checkpoint):
+  """A request that fails on the device takes those before it along; all is said."""
+  rows = [TrainingRow(np.arange(8, dtype=np.int32), np.ones((8, 1), np.int32))]
+
+  async def work(sender, server):
+    answer = await sender.send(
+      'POST', '/api/v1/create_session', b'{"sdk_version": "x"}'
+    )
+    body = {'session_id': answer['session_id'], 'model_seq_id': 0}
+    body |= {'base_model': str(checkpoint), 'lora_config': {'rank': 2}}
+    answer = await sender.send(
+      'POST', '/api/v1/create_model', json.dumps(body).encode()
+    )
+    run_id = (await sender.result(answer))['model_id']
+    training = server._training
+    compute = training._learner.run
+    numbers = itertools.count(1)
+
+    async def add():
+      result = PendingResult('rows', '')
+      training.queue.add_rows(run_id, next(numbers), result, rows, backward=True)
+      await result.done.wait()
+      return result.failed
+
+    async def step():
+      body = {'model_id': run_id, 'seq_id': next(numbers)}
+      data = json.dumps(body).encode()
+      return await sender.result(
+        await sender.send('POST', '/api/v1/optim_step', data)
+      )
+
+    def fail(*args, **options):
+      training._learner.run = compute
+      raise RuntimeError('out of memory')
+
+    assert not await add()
+    training._learner.run = fail
+    assert await add() and not await add()
+    answer = await step()
+    assert 'were dropped' in answer['error'] and answer['category'] == 'server'
+    assert 'no gradients' in (await step())['error']
+    assert not await add() and (await step())['metrics']
+
+  served(work)
 
 
 def test_what_is_no_http(served, caplog):

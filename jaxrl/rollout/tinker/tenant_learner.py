@@ -77,6 +77,7 @@ class Tenant:
     count: Optimizer steps so far.
     num_rows: Rows whose gradients wait for an optimizer step.
     lost: Why gradients that should wait do not; '' if none were lost.
+    has_dropped: Whether gradients were dropped since the last step, as a request failed.
   """
 
   place: int
@@ -84,6 +85,7 @@ class Tenant:
   count: int = 0
   num_rows: int = 0
   lost: str = ''
+  has_dropped: bool = False
 
   @property
   def scale(self) -> float:
@@ -182,6 +184,7 @@ class TenantLearner:
     padded = [row_adapters.pad_rank(part, self.max_rank) for part in parts]
     self._put(tenant, TenantState(*padded))
     tenant.count, tenant.num_rows, tenant.lost = snapshot.count, 0, ''
+    tenant.has_dropped = False
 
   def _put(self, tenant: Tenant, own: TenantState) -> None:
     place = np.int32(tenant.place)

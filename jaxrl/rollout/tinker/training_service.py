@@ -381,6 +381,14 @@ class TrainingService:
       tenant = self._tenant(body.model_id)
       if tenant.lost:
         raise RequestError(f'the gradients are lost: {tenant.lost}', SERVER)
+      if tenant.has_dropped:  # a step with what is left would be another one
+        await self._device_thread.run(self._learner.discard_gradients, tenant)
+        tenant.has_dropped = False
+        raise RequestError(
+          'the gradients since the last step were dropped, as a request failed on the '
+          'device: send the data of this step again',
+          SERVER,
+        )
       if not tenant.num_rows:
         raise RequestError('there are no gradients: call forward_backward before')
       is_muon = optimizer == DIMUON
