@@ -300,8 +300,8 @@ def matrices(tree):
   """Every layer's matrices apart from each other."""
   return [
     matrix
-    for pair in tree.values()
-    for x in pair
+    for name in sorted(tree)
+    for x in tree[name]
     for matrix in (x if x.ndim == 3 else [x])
   ]
 
@@ -313,7 +313,10 @@ def test_steps_of_muon_equal_those_of_optax(learner, clip):
   tenant = learner.add(TenantSnapshot(adapters(3)))
   optimizer = optax.chain(
     optax.clip_by_global_norm(clip) if clip else optax.identity(),
-    optax.contrib.scale_by_muon(beta=0.9),
+    optax.contrib.scale_by_muon(
+      beta=0.9,
+      weight_dimension_numbers=[optax.contrib.MuonDimensionNumbers() for _ in lora],
+    ),
     optax.scale(-0.1),
   )
   state = optimizer.init(lora)

@@ -29,11 +29,15 @@ class _ServerLogger(logging.LoggerAdapter):
 
   def _says_in_a_line(self, msg: object, args: Any, error: Any) -> bool:
     from aiohttp.http_exceptions import HttpProcessingError
+    from aiohttp.web import RequestPayloadError
 
-    if not isinstance(error, HttpProcessingError):
+    if isinstance(error, RequestPayloadError):
+      text = BROKEN_BODY
+    elif isinstance(error, HttpProcessingError):
+      text = error.message.partition(':')[0]  # the rest quotes what may be a key
+    else:
       return False
-    text = str(error.message).splitlines() or ['']
-    self.info(f'{msg}: %d, %.200r', *args, error.code, text[0])
+    self.info(f'{msg}: %.200s', *args, text)
     return True
 
 
