@@ -255,8 +255,8 @@ class HostWatch:
   def _is_alive(self, host: _Host) -> bool:
     """Returns whether Ray takes a host for alive, as far as it can be asked.
 
-    A raylet accepts connections for a while before it learns that Ray has given its host
-    up in the meantime; nothing can be started there any more.
+    A raylet accepts connections for a while before it learns that Ray has given its
+    host up in the meantime; nothing can be started there any more.
     """
     if any(other.is_head and other.is_reported for other in self._hosts.values()):
       return True

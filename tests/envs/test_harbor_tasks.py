@@ -419,7 +419,7 @@ def test_health_checks_come_before_the_agent(make_task):
   assert 'step step-2: the health check' in info['columns']['failed']
   assert 'failed 2 times, at last with exit code 1' in info['columns']['failed']
   write(folder, {'task.toml': text.replace('test -e /app', 'test -e /nowhere')})
-  with pytest.raises(SandboxError, match='count: the health check .* failed 2 times'):
+  with pytest.raises(SandboxError, match=r'count: the health check .* failed 2 times'):
     begin(folder)
 
 

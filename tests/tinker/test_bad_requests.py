@@ -245,9 +245,7 @@ def test_a_step_is_not_taken_with_what_is_left_of_its_gradients(served, checkpoi
     async def step():
       body = {'model_id': run_id, 'seq_id': next(numbers)}
       data = json.dumps(body).encode()
-      return await sender.result(
-        await sender.send('POST', '/api/v1/optim_step', data)
-      )
+      return await sender.result(await sender.send('POST', '/api/v1/optim_step', data))
 
     def fail(*args, **options):
       training._learner.run = compute

@@ -148,7 +148,9 @@ class TerminalBenchEnv:
       return f'step {step.step}: {problem}'
     return ''
 
-  def _copy_files(self, step: terminal_bench_tasks.TerminalTask, sandbox: Sandbox) -> str:
+  def _copy_files(
+    self, step: terminal_bench_tasks.TerminalTask, sandbox: Sandbox
+  ) -> str:
     """Copies a step's files and runs its setup.sh; returns how that failed, or ''."""
     assert step.files is not None
     packed = io.BytesIO()

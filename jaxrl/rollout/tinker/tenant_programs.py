@@ -294,8 +294,8 @@ def muon_step(
 
   p ← p − η·NS(m), with the Newton-Schulz iteration and the Nesterov momentum of
   https://kellerjordan.github.io/posts/muon/, as optax computes them. Each layer's A and
-  B is a matrix of its own. A step's Frobenius norm is about η·√rank; padded ranks, whose
-  gradients are zero, do not move.
+  B is a matrix of its own. A step's Frobenius norm is about η·√rank; padded ranks have
+  gradients of zero and do not move.
 
   Args:
     own: The tenant's part of the state, from `take_tenant`.
