@@ -77,7 +77,7 @@ class Tenant:
     count: Optimizer steps so far.
     num_rows: Rows whose gradients wait for an optimizer step.
     lost: Why gradients that should wait do not; '' if none were lost.
-    has_dropped: Whether gradients were dropped since the last step, as a request failed.
+    has_dropped: Whether gradients since the last step were dropped: a request failed.
   """
 
   place: int
