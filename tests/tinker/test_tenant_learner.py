@@ -293,6 +293,25 @@ def test_steps_equal_those_of_optax(learner, clip):
   assert trained.count == 3 and not any(map(np.any, gradients_left(learner, tenant)))
 
 
+@pytest.mark.parametrize('optimizer', ['adamw', 'dimuon'])
+def test_a_step_without_a_finite_gradient_is_not_taken(learner, optimizer):
+  tenant = learner.add(TenantSnapshot(adapters(3)))
+  step, options = learner.adam_step, ADAM
+  if optimizer == 'dimuon':
+    step, options = learner.muon_step, MUON
+  before = learner.snapshot(tenant)
+  huge = np.full((12, 1), 1e38, np.float32)
+  learner.run([(tenant, row(1, weights=huge))], backward=True)
+  assert not np.isfinite(step(tenant, options))
+  after = learner.snapshot(tenant)
+  jax.tree.map(np.testing.assert_array_equal, before.adapters, after.adapters)
+  jax.tree.map(np.testing.assert_array_equal, before.mu, after.mu)
+  learner.run([(tenant, row(1))], backward=True)
+  assert 0 < step(tenant, options) < np.inf
+  assert after.count == 0 and learner.snapshot(tenant).count == 1
+  learner.remove(tenant)
+
+
 MUON = {'learning_rate': 0.1, 'beta1': 0.9, 'grad_clip_norm': 0.0}
 
 

@@ -339,6 +339,11 @@ def test_errors_come_in_the_categories_of_the_client(service, checkpoint):
       with pytest.raises(tinker.RequestFailedError, match=message) as caught:
         call().result(timeout=WAIT)
       assert caught.value.category is user
+    huge = datum(ids, weights=[1e38] * (len(ids) - 1))
+    client.forward_backward([huge], 'cross_entropy')
+    with pytest.raises(tinker.RequestFailedError, match='not finite') as caught:
+      client.optim_step(types.AdamParams()).result(timeout=WAIT)
+    assert caught.value.category is user
     # The run goes on.
     client.forward_backward([datum(ids)], 'cross_entropy')
     assert client.optim_step(types.AdamParams()).result(timeout=WAIT).metrics

@@ -4,6 +4,7 @@ Its methods use the device and must run on one thread, the `DeviceThread`.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -302,7 +303,8 @@ class TenantLearner:
       options: The fields of `AdamHyperparameters`.
 
     Returns:
-      The norm of the gradient before it was clipped.
+      The norm of the gradient before it was clipped. If it is not finite, no step has
+      been taken.
     """
     hyperparameters = AdamHyperparameters(**_scalars(options))
     return self._step(tenant, self._programs.adam_step, hyperparameters)
@@ -315,7 +317,7 @@ class TenantLearner:
       options: The fields of `MuonHyperparameters`.
 
     Returns:
-      The norm of the gradient before it was clipped.
+      As `adam_step`.
     """
     hyperparameters = MuonHyperparameters(**_scalars(options))
     return self._step(tenant, self._programs.muon_step, hyperparameters)
@@ -326,7 +328,11 @@ class TenantLearner:
     try:
       own = self._programs.take_tenant(self._state, np.int32(tenant.place))
       own, norm = program(own, np.int32(tenant.count), hyperparameters)
-      self._put(tenant, own)
+      if math.isfinite(norm):
+        self._put(tenant, own)
+      else:  # weights and moments would be lost
+        tenant.count -= 1
+        self.discard_gradients(tenant)
       return float(norm)
     except Exception as error:
       self._recover(error)

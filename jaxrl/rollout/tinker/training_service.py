@@ -394,6 +394,8 @@ class TrainingService:
       is_muon = optimizer == DIMUON
       step = self._learner.muon_step if is_muon else self._learner.adam_step
       norm = await self._device_thread.run(step, tenant, options)
+      if not math.isfinite(norm):
+        raise RequestError('the gradient is not finite: the step was not taken')
       return {'metrics': {'grad_norm:mean': norm}}
 
     return self._queue_call(body.model_id, body.seq_id, call)
