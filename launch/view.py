@@ -5,6 +5,7 @@ ends the server.
 """
 
 import asyncio
+import logging
 import os
 import pathlib
 import re
@@ -74,6 +75,7 @@ def main(argv: Sequence[str]) -> int:
     root, port, token = _read_command(argv)
     require_package('aiohttp', 'the view', 'view')
     check_port('127.0.0.1', port)
+    logging.basicConfig(format='%(message)s', level=logging.INFO)
     asyncio.run(view(root, token, port, Console()))
   except (ValueError, OSError) as error:
     print_error(error)

@@ -130,14 +130,19 @@ class ViewServer:
     """Admits requests of this machine that know the token; answers errors as JSON."""
     with request_in_progress(request):
       response = await self._admit(request, handler)
+    if response.status >= 400 and isinstance(response, web.Response):
+      path = request.path.partition('/')[2].partition('/')[2]  # without the token
+      refusal = response.status, response.text
+      log.info('%s %.200r: %d, %.200s', request.method, path, *refusal)
     response.headers.update(HEADERS)
     return response
 
   async def _admit(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
     # A page of another site may make a name of its own point to this machine.
-    if urlsplit(f'//{request.host}').hostname not in LOOPBACK_HOSTS:
+    if _host_name(request) not in LOOPBACK_HOSTS:
       return _error(403, 'only 127.0.0.1 and localhost are served')
-    token = request.path.split('/')[1].encode('utf-8', 'surrogateescape')
+    token = request.path.partition('/')[2].partition('/')[0]
+    token = token.encode('utf-8', 'surrogateescape')
     if not hmac.compare_digest(token, self._token):
       return _error(403, 'open the URL that launch.view printed: it has the token')
     try:
@@ -248,6 +253,13 @@ class ViewServer:
     if not members:
       raise KeyError(name)
     return {'group': name, 'members': members}
+
+
+def _host_name(request: web.Request) -> str | None:
+  try:
+    return urlsplit(f'//{request.host}').hostname
+  except ValueError:  # half an address
+    return None
 
 
 def _json(answer: Callable[[web.Request], Any]) -> _Handler:

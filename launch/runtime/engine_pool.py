@@ -78,6 +78,9 @@ class EnginePool:
     begin: The same for its start.
     interval: Seconds between two health checks.
     backoff: Seconds by which the pause before each start grows.
+    host_is_lost: Returns whether an actor's host is to blame for its loss, or it was
+      moved to another one. Such a loss does not count.
+    forget: Is called with the actor of an engine that is given up.
 
   Attributes:
     handles: Of the engines, which remain valid when an engine is replaced.
@@ -94,7 +97,10 @@ class EnginePool:
     begin: float = 3600.0,
     interval: float = 1.0,
     backoff: float = 2.0,
+    host_is_lost: Callable[[Any], bool] = lambda actor: False,
+    forget: Callable[[Any], None] = lambda actor: None,
   ):
+    self._host_is_lost, self._forget = host_is_lost, forget
     self._start = start
     self._max_restarts = restarts
     self._steady_s = steady
@@ -179,8 +185,10 @@ class EnginePool:
       reason = await self._wait_until_lost(number)
       if time.monotonic() - start_time > self._steady_s:
         losses = 0
+      attempts = 0
       while reason:
-        losses += 1
+        attempts += 1
+        losses += not self._host_is_lost(self._actors[number])
         self._end(number)
         if losses > self._max_restarts or number in self._failed_creation:
           return self._give_up(number, losses, reason)
@@ -190,7 +198,7 @@ class EnginePool:
           self._name(number),
           reason,
         )
-        await asyncio.sleep(self._backoff_s * (losses - 1))
+        await asyncio.sleep(self._backoff_s * (max(losses, attempts) - 1))
         try:
           await self._replace(number)
           reason = ''
@@ -233,6 +241,7 @@ class EnginePool:
 
   def _give_up(self, number: int, losses: int, reason: str) -> None:
     self._given_up[number] = reason
+    self._forget(self._actors[number])
     if (failure := self.failure()) is not None:
       raise failure
     log.warning(

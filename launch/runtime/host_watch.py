@@ -242,11 +242,25 @@ class HostWatch:
     self._end(names.values())
 
   def _welcome(self, host: _Host) -> None:
+    if host.is_lost and not self._is_alive(host):
+      log.warning('%s answers again, but Ray has given it up: start Ray there', host)
+      del self._hosts[host.node_id]  # it comes back as another node
+      return
     was_lost, host.is_reported, host.is_lost = host.is_lost, False, False
     log.warning('%s answers again', host)
     if was_lost:
       self._lost_addresses.discard(host.address)
       self._use_again(host)
+
+  def _is_alive(self, host: _Host) -> bool:
+    """Returns whether Ray takes a host for alive, as far as it can be asked.
+
+    A raylet accepts connections for a while before it learns that Ray has given its
+    host up in the meantime; nothing can be started there any more.
+    """
+    if any(other.is_head and other.is_reported for other in self._hosts.values()):
+      return True
+    return host.node_id in _list_hosts(self._ray)
 
   def _list(self) -> None:
     """Looks for hosts that have joined, and for those that Ray has given up."""

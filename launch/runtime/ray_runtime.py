@@ -243,13 +243,25 @@ class RayRuntime(Runtime):
       options['parts'] = self._num_parts
 
     def start(number: int) -> Any:
-      if self._hosts is not None and self._pool is not None:
-        self._hosts.forget(self._pool.actors[number])  # which this one replaces
+      if self._pool is not None:
+        self._forget_place(self._pool.actors[number])  # which this one replaces
       own_options = {**options, **engines[number].options}
       return self._start(engines[number], cls, *args, python=python, **own_options)
 
-    self._pool = EnginePool(start, len(engines))
+    self._pool = EnginePool(
+      start,
+      len(engines),
+      host_is_lost=self._host_is_lost,
+      forget=self._forget_place,
+    )
     return self._pool.handles
+
+  def _host_is_lost(self, actor: Any) -> bool:
+    return self._hosts is not None and self._hosts.has_ended(actor)
+
+  def _forget_place(self, actor: Any) -> None:
+    if self._hosts is not None:
+      self._hosts.forget(actor)
 
   @property
   def _num_parts(self) -> int:
@@ -332,13 +344,11 @@ class RayRuntime(Runtime):
       self._workers_replaced += 1
       self._ray.kill(actor)  # it may only have been out of reach
       self._actors[:] = [(n, known) for n, known in self._actors if known is not actor]
-      if self._hosts is not None:
-        self._hosts.forget(actor)
+      self._forget_place(actor)
 
-    def host_is_lost(actor: Any) -> bool:
-      return self._hosts is not None and self._hosts.has_ended(actor)
-
-    return await run_worker_with_restart(start, forget, name, host_is_lost=host_is_lost)
+    return await run_worker_with_restart(
+      start, forget, name, host_is_lost=self._host_is_lost
+    )
 
   async def supervise(self, work: Awaitable[Any]) -> Any:
     """Returns the result of `work`; engines that are lost meanwhile are replaced."""

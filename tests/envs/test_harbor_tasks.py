@@ -396,6 +396,33 @@ def test_a_script_that_prepares_a_step_may_fail_and_turns_may_end(make_task):
     begin(folder)
 
 
+@HARBOR
+@SANDBOXED
+def test_health_checks_come_before_the_agent(make_task):
+  """Of the sandbox, and of each step after its setup: the next ones do not begin."""
+  folder = make_task(None, steps=2)
+  check = 'command = "touch checked; test -e {file}"\ninterval_sec = 0\nretries = 2'
+  text = (folder / 'task.toml').read_text()
+  text += f'\n[environment.healthcheck]\n{check.format(file="/app")}\n'
+  for number, file in ((1, 'given.txt'), (2, 'nowhere')):
+    inline = f'{{{check.format(file=file)}}}'.replace('\n', ', ')
+    step = f'name = "step-{number}"'
+    text = text.replace(step, f'{step}\nhealthcheck = {inline}')
+    script = '#!/bin/bash\necho 1 >/logs/verifier/reward.txt\n'
+    write(folder / 'steps' / f'step-{number}', {'instruction.md': 'Do it.'})
+    write(folder / 'steps' / f'step-{number}', {'tests/test.sh': script})
+  write(folder, {'task.toml': text, 'steps/step-1/workdir/given.txt': ''})
+  env, _ = begin(folder)
+  assert 'checked' in env.step('```\nls\n```')[0]
+  _, reward, terminated, _, info = env.step('```\nsubmit\n```')
+  assert (reward, terminated) == (1, True)
+  assert 'step step-2: the health check' in info['columns']['failed']
+  assert 'failed 2 times, at last with exit code 1' in info['columns']['failed']
+  write(folder, {'task.toml': text.replace('test -e /app', 'test -e /nowhere')})
+  with pytest.raises(SandboxError, match=r'count: the health check .* failed 2 times'):
+    begin(folder)
+
+
 @SANDBOXED
 def test_a_test_image_that_cannot_be_made_here_is_refused_at_the_start(tmp_path):
   settings = '[verifier]\nenvironment_mode = "separate"'
@@ -466,7 +493,7 @@ def test_what_an_author_asks_for_is_read_as_harbor_reads_it(make_task, monkeypat
     ('[[steps]]\nname = "../a"', "a step needs a name, and has '../a'"),
     ('[[steps]]\nname = "a"\n[[steps]]\nname = "A"', 'two steps have the same name'),
     ('[[steps]]\nname = "a"\nmin_reward = "1"', "min_reward='1' must be numbers"),
-    ('[[steps]]\nname = "a"\n[steps.healthcheck]\ncommand = "x"', 'steps.healthcheck'),
+    ('[[steps]]\nname = "a"\nhealthcheck = "x"', 'steps.healthcheck must be a table'),
     ('[[steps]]\nname = "a"\nagent = {user = "me"}', 'agent.user is not supported'),
     ('[[steps]]\nname = "a"\nartifacts = "/app"', 'artifacts must be a list'),
     ('[[steps]]\nname = "a"\nverifier = {env = 1}', 'env must be a table'),
@@ -479,7 +506,7 @@ def test_what_an_author_asks_for_is_read_as_harbor_reads_it(make_task, monkeypat
     ('[verifier.env]\nA = "${NOBODY_HAS_IT}"', '$NOBODY_HAS_IT is not set'),
     ('[environment]\nos = "windows"', 'environment.os must be linux'),
     ('[environment]\nworkdir = "app"', 'environment.workdir'),
-    ('[environment.healthcheck]\ncommand = "true"', 'environment.healthcheck'),
+    ('[environment]\nhealthcheck = {retries = 1}', 'healthcheck.command=None'),
     ('agent = 1', 'agent must be a table'),
     ('[', 'task.toml'),
   ],

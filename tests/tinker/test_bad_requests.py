@@ -1,18 +1,24 @@
 """Whatever a client sends, the server says what is wrong, logs a line and goes on."""
 
 import asyncio
+import itertools
 import json
 import logging
 import random
+from urllib.parse import quote
 
 import aiohttp
 import msgspec
+import numpy as np
 import pytest
 
 from jaxrl.rollout.tinker import request_bodies
+from jaxrl.rollout.tinker.pending_results import PendingResult
+from jaxrl.rollout.tinker.tenant_learner import TrainingRow
 from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from jaxrl.rollout.tinker.tinker_server import TinkerServer
 from launch.tinker import serve_tinker
+from tests.rollout.gateway import broken_http
 
 KEY = {'X-API-Key': 'tml-key'}
 SIZES = {'max_length': 64, 'step_tokens': 64, 'max_rank': 4, 'max_tenants': 1}
@@ -126,6 +132,7 @@ class Sender:
       if reply.content_type == 'application/json':
         found = await reply.json()
         assert not found.get('error', '').startswith('the server failed'), found
+        return found
 
 
 @pytest.fixture
@@ -209,6 +216,91 @@ def test_one_wrong_value_in_a_request_that_is_right(served, caplog, checkpoint):
         await sender.result(answer)
 
   check_log(caplog, served(work))
+
+
+def test_a_step_is_not_taken_with_what_is_left_of_its_gradients(served, checkpoint):
+  """A request that fails on the device takes those before it along; all is said."""
+  rows = [TrainingRow(np.arange(8, dtype=np.int32), np.ones((8, 1), np.int32))]
+
+  async def work(sender, server):
+    answer = await sender.send(
+      'POST', '/api/v1/create_session', b'{"sdk_version": "x"}'
+    )
+    body = {'session_id': answer['session_id'], 'model_seq_id': 0}
+    body |= {'base_model': str(checkpoint), 'lora_config': {'rank': 2}}
+    answer = await sender.send(
+      'POST', '/api/v1/create_model', json.dumps(body).encode()
+    )
+    run_id = (await sender.result(answer))['model_id']
+    training = server._training
+    compute = training._learner.run
+    numbers = itertools.count(1)
+
+    async def add():
+      result = PendingResult('rows', '')
+      training.queue.add_rows(run_id, next(numbers), result, rows, backward=True)
+      await result.done.wait()
+      return result.failed
+
+    async def step():
+      body = {'model_id': run_id, 'seq_id': next(numbers)}
+      data = json.dumps(body).encode()
+      return await sender.result(await sender.send('POST', '/api/v1/optim_step', data))
+
+    def fail(*args, **options):
+      training._learner.run = compute
+      raise RuntimeError('out of memory')
+
+    assert not await add()
+    training._learner.run = fail
+    assert await add() and not await add()
+    answer = await step()
+    assert 'were dropped' in answer['error'] and answer['category'] == 'server'
+    assert 'no gradients' in (await step())['error']
+    assert not await add() and (await step())['metrics']
+
+  served(work)
+
+
+def test_what_is_no_http(served, caplog):
+  caplog.set_level(logging.INFO)
+  key = 'X-API-Key: tml-key'
+
+  async def work(sender, server):
+    for path in ('/api/v1/create_session', '/api/v1/forward_backward', '/v1/responses'):
+      own = 'Authorization: Bearer tml-key' if path.startswith('/v1') else key
+      for name, data, statuses in broken_http.requests('POST', path, own):
+        caplog.clear()
+        status, _ = await broken_http.send(sender.url, data)
+        assert status in statuses, (path, name, status)
+        assert status == 200 or name == 'expectation' or caplog.records, name
+        broken_http.check_log(caplog.records)
+
+  served(work)
+
+
+def test_the_other_apis_answer_errors_in_their_own_form(served, checkpoint):
+  """Without the key nobody learns which model or checkpoint there is."""
+  auth = {'Authorization': 'Bearer tml-key'}
+  messages = [{'role': 'user', 'content': 'x'}]
+  lost = json.dumps({'model': 'tinker://a/sampler_weights/b', 'messages': messages})
+
+  async def work(sender, server):
+    for path in ('chat/completions', 'responses', 'messages', 'completions'):
+      answer = await sender.send('POST', f'/v1/{path}', lost.encode(), {})
+      assert sender.statuses[-1] == 401 and 'sampler_weights' not in str(answer)
+      answer = await sender.send('POST', f'/v1/{path}', lost.encode(), auth)
+      assert sender.statuses[-1] == 404
+      kind = answer['error']['type']
+      assert kind == 'not_found_error'
+      assert ('type' in answer) == (path == 'messages')
+    name = quote(str(checkpoint), safe='')
+    found = await sender.send('GET', f'/v1/models/{name}', headers=auth)
+    assert found['id'] == str(checkpoint)
+    await sender.send('GET', '/v1/models/other', headers=auth)
+    assert sender.statuses[-1] == 404
+
+  served(work)
 
 
 def test_what_is_not_there_is_said(served):

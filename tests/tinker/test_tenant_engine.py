@@ -110,3 +110,62 @@ def test_adapters_that_none_uses_make_room(bench):
   first, again = asyncio.run(run())
   np.testing.assert_array_equal(first.tokens, again.tokens)
   assert set(bench.loads) == {'a', 'b', 'c'}
+
+
+def test_adapters_that_have_diverged_fail_their_own_requests_alone(bench):
+  """Whatever slots they had: the others draw, bit for bit, what they draw alone."""
+  # Finite, as all that can be saved, but with logits that are not.
+  OWN['huge'] = jax.tree.map(lambda x: x * np.float32(1e20), OWN['a'])
+  OWN['beyond'] = jax.tree.map(lambda x: x * np.float32(1e35), OWN['a'])
+
+  async def run():
+    await bench.engine.load(0, PARAMS)
+    alone = [await bench.draw(name, 'alone') for name in ('a', BASE)]
+    for i in range(3):
+      one, base, huge = await asyncio.gather(
+        bench.draw('a', f'beside {i}', max_tokens=6),
+        bench.draw(BASE, f'beside {i}'),
+        bench.draw('huge', i, max_tokens=20),
+        return_exceptions=True,
+      )
+      assert isinstance(huge, ValueError) and 'have diverged' in str(huge)
+      for (found, _), (expected, _) in zip((one, base), alone, strict=True):
+        np.testing.assert_array_equal(found.tokens, expected.tokens)
+        np.testing.assert_array_equal(found.logprobs, expected.logprobs)
+    # Given up in the middle; then all slots are used.
+    given_up = [
+      asyncio.create_task(bench.draw('huge', f'given up {i}', max_tokens=20))
+      for i in range(4)
+    ]
+    await asyncio.sleep(0.05)
+    for task in given_up:
+      task.cancel()
+    after = await asyncio.gather(*(bench.draw('a', f'after {i}') for i in range(8)))
+    for found, _ in after:
+      np.testing.assert_array_equal(found.logprobs, alone[0][0].logprobs)
+    with pytest.raises(ValueError, match='weights of up to'):
+      await bench.draw('beyond', 0)
+    return await bench.draw(BASE, 'last'), alone[1]
+
+  (last, _), (expected, _) = asyncio.run(run())
+  np.testing.assert_array_equal(last.logprobs, expected.logprobs)
+
+
+async def test_a_request_that_is_given_up_may_lose_its_adapters(bench):
+  """They make room for others between a dispatch's choice and its start."""
+  await bench.engine.load(0, PARAMS)
+  expected, _ = await bench.draw('b', 'before')
+  begun = asyncio.create_task(bench.draw('a', 'given up', max_tokens=20))
+  dispatch = bench.engine._dispatch_decode
+
+  def late(params, scheduled):
+    bench.engine._places.places.pop('a', None)
+    return dispatch(params, scheduled)
+
+  bench.engine._dispatch_decode = late
+  try:
+    found, _ = await bench.draw('b', 'beside')
+  finally:
+    bench.engine._dispatch_decode = dispatch
+    begun.cancel()
+  np.testing.assert_array_equal(found.logprobs, expected.logprobs)

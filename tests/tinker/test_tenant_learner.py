@@ -16,6 +16,7 @@ from jaxrl.functional import losses
 from jaxrl.models.model_config import Lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.tinker import row_adapters, tenant_losses
+from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.tenant_learner import (
   ALPHA,
   TenantLearner,
@@ -23,6 +24,7 @@ from jaxrl.rollout.tinker.tenant_learner import (
   TrainingRow,
 )
 from jaxrl.rollout.tinker.tenant_programs import buckets_to, num_targets
+from jaxrl.rollout.tinker.training_service import check_optimizer
 from tests.tinker import tiny
 
 CONFIG = model_loading.random_config(**tiny.SIZES)
@@ -205,7 +207,8 @@ def test_calls_that_accumulate_equal_one(learner, tenants):
   jax.tree.map(np.testing.assert_array_equal, together, apart)
 
 
-def test_tenants_that_share_steps_get_what_each_gets_alone(learner):
+@pytest.mark.parametrize('optimizer', ['adamw', 'dimuon'])
+def test_tenants_that_share_steps_get_what_each_gets_alone(learner, optimizer):
   """Bit for bit: rows in other places, of other steps, beside another tenant."""
 
   def train(seed, rank, other=None):
@@ -221,7 +224,10 @@ def test_tenants_that_share_steps_get_what_each_gets_alone(learner):
         results += learner.run([rows[1], beside[2], rows[2]], backward=True)[::2]
         learner.adam_step(other, ADAM)
       logprobs += [own for own, _ in results]
-      learner.adam_step(tenant, ADAM)
+      step, options = learner.adam_step, ADAM
+      if optimizer == 'dimuon':
+        step, options = learner.muon_step, MUON
+      step(tenant, options)
     snapshot = learner.snapshot(tenant)
     learner.remove(tenant)
     return logprobs, snapshot.adapters, snapshot.mu
@@ -285,6 +291,88 @@ def test_steps_equal_those_of_optax(learner, clip):
   compare = lambda x, y: np.testing.assert_allclose(x, y, atol=1e-6)  # noqa: E731
   jax.tree.map(compare, trained.adapters, jax.device_get(lora))
   assert trained.count == 3 and not any(map(np.any, gradients_left(learner, tenant)))
+
+
+@pytest.mark.parametrize('optimizer', ['adamw', 'dimuon'])
+def test_a_step_without_a_finite_gradient_is_not_taken(learner, optimizer):
+  tenant = learner.add(TenantSnapshot(adapters(3)))
+  step, options = learner.adam_step, ADAM
+  if optimizer == 'dimuon':
+    step, options = learner.muon_step, MUON
+  before = learner.snapshot(tenant)
+  huge = np.full((12, 1), 1e38, np.float32)
+  learner.run([(tenant, row(1, weights=huge))], backward=True)
+  assert not np.isfinite(step(tenant, options))
+  after = learner.snapshot(tenant)
+  jax.tree.map(np.testing.assert_array_equal, before.adapters, after.adapters)
+  jax.tree.map(np.testing.assert_array_equal, before.mu, after.mu)
+  learner.run([(tenant, row(1))], backward=True)
+  assert 0 < step(tenant, options) < np.inf
+  assert after.count == 0 and learner.snapshot(tenant).count == 1
+  learner.remove(tenant)
+
+
+MUON = {'learning_rate': 0.1, 'beta1': 0.9, 'grad_clip_norm': 0.0}
+
+
+def matrices(tree):
+  """Every layer's matrices apart from each other."""
+  return [
+    matrix
+    for name in sorted(tree)
+    for x in tree[name]
+    for matrix in (x if x.ndim == 3 else [x])
+  ]
+
+
+@pytest.mark.parametrize('clip', [0.0, 0.5])
+def test_steps_of_muon_equal_those_of_optax(learner, clip):
+  """Its own on each matrix alone, without the ranks that pad it."""
+  lora = matrices(adapters(3))
+  tenant = learner.add(TenantSnapshot(adapters(3)))
+  optimizer = optax.chain(
+    optax.clip_by_global_norm(clip) if clip else optax.identity(),
+    optax.contrib.scale_by_muon(
+      beta=0.9,
+      weight_dimension_numbers=[optax.contrib.MuonDimensionNumbers() for _ in lora],
+    ),
+    optax.scale(-0.1),
+  )
+  state = optimizer.init(lora)
+  for step in range(3):
+    learner.run([(tenant, row(step))], backward=True)
+    own = gradients(learner, tenant)
+    norm = learner.muon_step(tenant, MUON | {'grad_clip_norm': clip})
+    np.testing.assert_allclose(norm, optax.tree.norm(own), rtol=1e-5)
+    updates, state = optimizer.update(matrices(own), state)
+    lora = optax.apply_updates(lora, updates)
+  trained = learner.snapshot(tenant)
+  learner.remove(tenant)
+  for x, y in zip(matrices(trained.adapters), lora, strict=True):
+    np.testing.assert_allclose(x, y, atol=2e-5)
+  assert trained.count == 3 and not any(map(np.any, gradients_left(learner, tenant)))
+  assert not any(np.any(x) for x in jax.tree.leaves(trained.nu))
+
+
+def test_a_step_of_muon_maps_singular_values(learner):
+  """From the definition, in float64: U·p(p(p(p(p(S / |S|)))))·Vᵀ of the gradient."""
+  before, layers = adapters(3, layers=frozenset('qkvo')), frozenset('qkvo')
+  tenant = learner.add(TenantSnapshot(before))
+  learner.run([(tenant, row(1))], backward=True)
+  own = gradients(learner, tenant)
+  learner.muon_step(tenant, MUON)
+  after = learner.snapshot(tenant).adapters
+  learner.remove(tenant)
+  for name, pair in own.items():
+    for x, y, g in zip(before[name], after[name], pair, strict=True):
+      if name not in layers:
+        assert not np.any(y)
+        continue
+      u, s, v = np.linalg.svd(np.float64(g), full_matrices=False)
+      s = s / np.sqrt(np.sum(s * s, -1, keepdims=True))
+      for _ in range(5):
+        s = 3.4445 * s - 4.775 * s**3 + 2.0315 * s**5
+      np.testing.assert_allclose(x - y, 0.1 * (u * s[..., None, :]) @ v, atol=2e-5)
 
 
 def gradients_left(learner, tenant):
@@ -361,6 +449,19 @@ def test_seeds_make_adapters():
   assert np.abs(one['q'][0] - other['q'][0]).max() > 0.01
   assert np.abs(one['q'][0]).max() <= CONFIG.hidden_size**-0.5
   assert not one['k'][0].any() and not one['q'][1].any()
+
+
+@pytest.mark.parametrize(
+  'config, dimuon, problem',
+  [
+    ({'type': 'dimuon', 'version': 1}, '', '--dimuon=muon'),
+    ({'type': 'dimuon', 'version': 2}, 'muon', "version '2'"),
+    ({'type': ['muon']}, 'muon', 'is not supported'),
+  ],
+)
+def test_optimizers_that_cannot_be(config, dimuon, problem):
+  with pytest.raises(RequestError, match=problem):
+    check_optimizer(config, dimuon)
 
 
 @pytest.mark.parametrize(

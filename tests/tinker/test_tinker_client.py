@@ -339,6 +339,11 @@ def test_errors_come_in_the_categories_of_the_client(service, checkpoint):
       with pytest.raises(tinker.RequestFailedError, match=message) as caught:
         call().result(timeout=WAIT)
       assert caught.value.category is user
+    huge = datum(ids, weights=[1e38] * (len(ids) - 1))
+    client.forward_backward([huge], 'cross_entropy')
+    with pytest.raises(tinker.RequestFailedError, match='not finite') as caught:
+      client.optim_step(types.AdamParams()).result(timeout=WAIT)
+    assert caught.value.category is user
     # The run goes on.
     client.forward_backward([datum(ids)], 'cross_entropy')
     assert client.optim_step(types.AdamParams()).result(timeout=WAIT).metrics
@@ -346,10 +351,46 @@ def test_errors_come_in_the_categories_of_the_client(service, checkpoint):
     service.create_lora_training_client(str(checkpoint), rank=99).result(timeout=WAIT)
   with pytest.raises(tinker.NotFoundError, match='no model'):
     service.create_lora_training_client('other/model').result(timeout=WAIT)
-  with pytest.raises(tinker.BadRequestError, match='dimuon scales'):
-    service.create_lora_training_client(
-      str(checkpoint), rank=4, optimizer=types.DimuonOptimizerConfig()
-    ).result(timeout=WAIT)
+
+
+def test_dimuon_with_a_state_of_its_own(service, rest, checkpoint):
+  """Steps of Muon, beside a run of AdamW, and again from its state."""
+  user = types.RequestErrorCategory.User
+  muon, adam = types.DimuonParams(learning_rate=0.05), types.AdamParams()
+  dimuon = {'optimizer': types.DimuonOptimizerConfig()}
+
+  def failing(call, message):
+    with pytest.raises(tinker.RequestFailedError, match=message) as caught:
+      call.result(timeout=WAIT)
+    assert caught.value.category is user
+
+  with (
+    trainer(service, checkpoint) as other,
+    trainer(service, checkpoint, **dimuon) as client,
+  ):
+    assert client.get_info().optimizer_config.type == 'dimuon'
+    data, losses = [datum(tokens(client))], []
+    for _ in range(6):
+      result = client.forward_backward(data, 'cross_entropy')
+      client.optim_step(muon)
+      losses.append(result.result(timeout=WAIT).metrics['loss:sum'])
+    assert losses[-1] < 0.7 * losses[0]
+    failing(client.optim_step(adam), 'of this run is dimuon')
+    failing(other.optim_step(muon), 'of this run is adamw')
+    path = client.save_state('muon').result(timeout=WAIT).path
+    info = rest.get_weights_info_by_tinker_path(path).result(timeout=WAIT)
+    assert info.optimizer_config.type == 'dimuon'
+    failing(other.load_state_with_optimizer(path), 'load its weights alone')
+    make = service.create_training_client_from_state_with_optimizer(path)
+    again = make.result(timeout=WAIT)
+    ends = []
+    for one in (client, again):
+      one.forward_backward(data, 'cross_entropy')
+      one.optim_step(muon)
+      output = one.forward(data, 'cross_entropy').result(timeout=WAIT)
+      ends.append(output.loss_fn_outputs[0]['logprobs'].tolist())
+    unload(again)
+  assert ends[0] == ends[1]
 
 
 def test_places_are_freed(service, checkpoint):

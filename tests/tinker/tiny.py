@@ -34,6 +34,7 @@ LIMITS = (
   '--max_samplers=2',
   '--max_num_seqs=8',
   '--stable_reinforce=r1_reward',
+  '--dimuon=muon',
 )
 
 

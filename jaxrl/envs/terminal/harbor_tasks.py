@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.terminal import harbor_artifacts
+from jaxrl.envs.terminal.health_check import HealthCheck, read_health_check
 
 REWARDS_DIR = '/logs/verifier'  # where tests write their rewards
 REWARD_FILES = ('reward.json', 'reward.txt')  # the first of them that exists counts
@@ -48,6 +49,8 @@ class HarborSettings:
     solution_variables: Environment variables of the reference solution.
     is_separate: Whether the tests run in a sandbox of their own.
     artifacts: What the agent hands over to such tests.
+    start_check: What must succeed once the sandbox has started.
+    step_check: What must succeed after the step's setup.
   """
 
   step: str
@@ -61,6 +64,8 @@ class HarborSettings:
   solution_variables: Mapping[str, str]
   is_separate: bool
   artifacts: tuple[harbor_artifacts.Artifact, ...]
+  start_check: HealthCheck | None
+  step_check: HealthCheck | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,8 +133,6 @@ def _read_step(folder: Path, settings: Mapping[str, Any], step: Any) -> HarborSe
     if not isinstance(artifacts, list) or not isinstance(listed, list):
       raise ValueError(f'{folder}/task.toml: artifacts must be a list')
     artifacts = [*artifacts, *listed]
-    if own.get('healthcheck'):
-      raise ValueError(f'{folder}/task.toml: steps.healthcheck is not supported')
   _refuse(folder, agent, tests, environment)
   instruction = place / 'instruction.md'
   text = _read_text(instruction) if instruction.is_file() else ''
@@ -148,7 +151,16 @@ def _read_step(folder: Path, settings: Mapping[str, Any], step: Any) -> HarborSe
     solution_variables=_variables(folder, 'solution', solution),
     is_separate=tests.get('environment_mode') == 'separate',
     artifacts=harbor_artifacts.read_artifacts(folder, artifacts),
+    start_check=_health_check(folder, 'environment', environment),
+    step_check=_health_check(folder, 'steps', own),
   )
+
+
+def _health_check(
+  folder: Path, name: str, table: Mapping[str, Any]
+) -> HealthCheck | None:
+  key = f'{folder}/task.toml: {name}.healthcheck'
+  return read_health_check(table.get('healthcheck'), key)
 
 
 def _read_text(file: Path) -> str:
@@ -190,7 +202,6 @@ def _refuse(
     'verifier.collect': tests.get('collect'),
     'agent.user': None if agent.get('user') in _ROOT else agent['user'],
     'verifier.user': None if tests.get('user') in _ROOT else tests['user'],
-    'environment.healthcheck': environment.get('healthcheck'),
     'environment.mcp_servers': environment.get('mcp_servers'),
     'environment.skills_dir': environment.get('skills_dir'),
     'environment.gpus': environment.get('gpus'),

@@ -130,7 +130,8 @@ class TerminalBenchEnv:
       sandbox = self._open(scratch / 'files', task.context, task.name)
     if any(step.is_separate for step in steps):
       sandbox.put(harbor_artifacts.ARTIFACTS_DIR, None)
-    if problem := self._prepare_step(steps[0]):
+    problem = task.start_check.run(sandbox) if task.start_check else ''
+    if problem := problem or self._prepare_step(steps[0]):
       raise SandboxError(f'{task.name}: {problem}')
     self._shell.start(sandbox, self._time_factor * steps[0].agent_seconds)
     return f'{steps[0].instruction}\n\n{shell_session.SHELL_HELP}', {}
@@ -141,8 +142,17 @@ class TerminalBenchEnv:
     if sandbox is None:
       raise SandboxError('the sandbox was stopped')
     self._task, self._solution_output = step, ''
-    if step.files is None:
-      return ''
+    if step.files is not None and (problem := self._copy_files(step, sandbox)):
+      return f'setup of step {step.step} {problem}'
+    if step.step_check is not None and (problem := step.step_check.run(sandbox)):
+      return f'step {step.step}: {problem}'
+    return ''
+
+  def _copy_files(
+    self, step: terminal_bench_tasks.TerminalTask, sandbox: Sandbox
+  ) -> str:
+    """Copies a step's files and runs its setup.sh; returns how that failed, or ''."""
+    assert step.files is not None
     packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode='w') as archive:
       archive.add(step.files, '.')
@@ -151,9 +161,7 @@ class TerminalBenchEnv:
     )
     if not result.code and (step.files / 'setup.sh').is_file():
       result = sandbox.exec(['bash', 'setup.sh'], seconds=self._setup_seconds)
-    if not result.code:
-      return ''
-    return f'setup of step {step.step} ended with {result.code}: {result.text[-500:]}'
+    return f'ended with {result.code}: {result.text[-500:]}' if result.code else ''
 
   def _begin_next_step(self) -> str:
     """Begins the next step, unless there is none or the last one fell short."""

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxrl.envs.terminal import harbor_artifacts, harbor_tasks
+from jaxrl.envs.terminal.health_check import HealthCheck
 
 TESTS_DIR = '/tests'  # where a task's tests lie when they run
 SOLUTION_DIR = '/solution'  # where a task's reference solution lies when it runs
@@ -44,6 +45,8 @@ class TerminalTask:
     min_reward: The rewards, by name, below which no further step begins.
     steps: The steps of a task of the second form, in order; at least one.
     counts_last: Whether the reward is that of the last step, rather than the mean.
+    start_check: What must succeed once the sandbox has started.
+    step_check: What must succeed before the step begins.
   """
 
   name: str
@@ -65,6 +68,8 @@ class TerminalTask:
   min_reward: Mapping[str, float] = dataclasses.field(default_factory=dict)
   steps: tuple['TerminalTask', ...] = ()
   counts_last: bool = False
+  start_check: HealthCheck | None = None
+  step_check: HealthCheck | None = None
 
   @property
   def step_folder(self) -> Path:
@@ -202,6 +207,8 @@ def _read_second_form(folder: Path) -> TerminalTask:
         step=settings.step,
         min_reward=settings.min_reward,
         counts_last=task.counts_last,
+        start_check=settings.start_check,
+        step_check=settings.step_check,
       )
     )
     for settings in task.steps

@@ -281,13 +281,22 @@ class Scheduler:
   def _partition(self, slot: int) -> int:
     return slot // self._partition_size
 
-  def _set_cached(self, slot: int, key: CacheKey) -> None:
-    """Records that `slot` now has the keys and values of `key`."""
+  def is_vacant(self, slot: int) -> bool:
+    """Returns whether no request is in a slot."""
+    return self._owners[slot] is None
+
+  def forget_prompt(self, slot: int) -> None:
+    """Forgets which prompt a slot has cached, so that it is computed again."""
     old_key = self._cached[slot]
     for index, old in self._entries(old_key) if old_key is not None else ():
       index[old].discard(slot)
       if not index[old]:
         del index[old]
+    self._cached[slot] = None
+
+  def _set_cached(self, slot: int, key: CacheKey) -> None:
+    """Records that `slot` now has the keys and values of `key`."""
+    self.forget_prompt(slot)
     self._cached[slot] = key
     for index, new in self._entries(key):
       index.setdefault(new, set()).add(slot)

@@ -2,13 +2,43 @@
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from jaxrl.rollout.gateway.connection_limits import ConnectionLimits, limit_connections
 
 if TYPE_CHECKING:
   from aiohttp import web
+
+
+log = logging.getLogger(__name__)
+BROKEN_BODY = 'the body cannot be read: it is not encoded as its headers say'
+
+
+class _ServerLogger(logging.LoggerAdapter):
+  """Reports what is no HTTP in one line; aiohttp would add its own traceback."""
+
+  def exception(self, msg: object, *args: Any, **options: Any) -> None:
+    if not self._says_in_a_line(msg, args, options.get('exc_info')):
+      super().exception(msg, *args, **options)
+
+  def debug(self, msg: object, *args: Any, **options: Any) -> None:
+    if not self._says_in_a_line(msg, args, options.get('exc_info')):
+      super().debug(msg, *args, **options)
+
+  def _says_in_a_line(self, msg: object, args: Any, error: Any) -> bool:
+    from aiohttp.http_exceptions import HttpProcessingError
+    from aiohttp.web import RequestPayloadError
+
+    if isinstance(error, RequestPayloadError):
+      text = BROKEN_BODY
+    elif isinstance(error, HttpProcessingError):
+      text = error.message.partition(':')[0]  # the rest quotes what may be a key
+    else:
+      return False
+    self.info(f'{msg}: %.200s', *args, text)
+    return True
 
 
 @contextlib.asynccontextmanager
@@ -33,8 +63,13 @@ async def serve_app(
   from aiohttp import web
 
   # A request is cancelled when its client leaves.
+  logger: Any = _ServerLogger(log)
   runner = web.AppRunner(
-    app, handler_cancellation=True, access_log=None, shutdown_timeout=5.0
+    app,
+    handler_cancellation=True,
+    access_log=None,
+    logger=logger,
+    shutdown_timeout=5.0,
   )
   await runner.setup()
   assert runner.server is not None

@@ -25,7 +25,7 @@ from jaxrl.rollout.gateway import (
   responses_requests,
 )
 from jaxrl.rollout.gateway.anthropic_formatter import AnthropicFormatter
-from jaxrl.rollout.gateway.app_server import serve_app
+from jaxrl.rollout.gateway.app_server import BROKEN_BODY, serve_app
 from jaxrl.rollout.gateway.choice_runner import (
   ChoiceResult,
   ChoiceRunner,
@@ -141,24 +141,35 @@ class GatewayServer:
   async def _auth_middleware(
     self, request: web.Request, handler: _Handler
   ) -> web.StreamResponse:
-    """Admits requests that have a key, up to a limit; returns errors as JSON."""
+    """Admits requests that have a key, up to a limit."""
     with request_in_progress(request):
-      return await self._admit(request, handler)
+      return await self.admit(request, functools.partial(self._run, handler))
 
-  async def _admit(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+  async def _run(self, handler: _Handler, request: web.Request) -> web.StreamResponse:
+    if self._num_running >= self._max_requests:
+      count = self._num_running
+      raise ApiError(429, f'{count} requests are being served; try again later')
+    self._num_running += 1
+    try:
+      return await handler(request)
+    finally:
+      self._num_running -= 1
+
+  async def admit(self, request: web.Request, handler: _Handler) -> web.StreamResponse:
+    """Answers a request that has a key; answers errors as the request's API does.
+
+    Args:
+      request: The request.
+      handler: Answers it.
+    """
     headers = {}
     try:
       request[_SESSION] = self._session_name(request)
-      if self._num_running >= self._max_requests:
-        count = self._num_running
-        raise ApiError(429, f'{count} requests are being served; try again later')
-      self._num_running += 1
-      try:
-        return await handler(request)
-      finally:
-        self._num_running -= 1
+      return await handler(request)
     except ApiError as error:
       api_error = error
+    except web.RequestPayloadError:
+      api_error = ApiError(400, BROKEN_BODY, code='invalid_json')
     except web.HTTPException as error:
       api_error = ApiError(error.status, error.reason or error.text or 'refused')
       headers = {'Allow': error.headers['Allow']} if 'Allow' in error.headers else {}
@@ -209,7 +220,15 @@ class GatewayServer:
       )
     return f'{key_number}/{name}'
 
-  async def _read_body(self, request: web.Request) -> bytes:
+  async def read_body(self, request: web.Request) -> bytes:
+    """Reads a request's body.
+
+    Args:
+      request: The request.
+
+    Raises:
+      ApiError: If it takes too long.
+    """
     try:
       async with asyncio.timeout(self._body_timeout):
         return await request.read()
@@ -234,7 +253,7 @@ class GatewayServer:
 
   async def _handle(self, request: web.Request, parse: _Parser) -> web.StreamResponse:
     """Answers a request whose conversation may have been sent before."""
-    data = await self._read_body(request)
+    data = await self.read_body(request)
     if openai_requests.may_hold_images(data):  # they take long to decode
       generation = await self._gateway.run_on_tokenizer_thread(parse, data, None)
       return await self._respond(request, generation)
@@ -242,7 +261,7 @@ class GatewayServer:
     return await self._respond(request, parse(data, cache), cache)
 
   async def _handle_completion(self, request: web.Request) -> web.StreamResponse:
-    body = openai_requests.parse_body(await self._read_body(request))
+    body = openai_requests.parse_body(await self.read_body(request))
     return await self._respond(request, openai_requests.parse_completion(body))
 
   async def _respond(
@@ -314,7 +333,8 @@ class GatewayServer:
     return web.json_response({'data': [self._model_info(request)], **page})
 
   async def _get_model(self, request: web.Request) -> web.Response:
-    if request.match_info['name'] != self._gateway.model:
+    # Not match_info, which is of another application if that has received the request.
+    if request.path.partition('/models/')[2] != self._gateway.model:
       raise ApiError(404, f'there is one model, {self._gateway.model!r}', param='model')
     return web.json_response(self._model_info(request))
 
@@ -330,7 +350,7 @@ class GatewayServer:
 
   async def _handle_feedback(self, request: web.Request) -> web.Response:
     """Takes {'reward': number, 'completion_id': of one reply, 'done': bool = true}."""
-    body = openai_requests.parse_body(await self._read_body(request))
+    body = openai_requests.parse_body(await self.read_body(request))
     if unknown_fields := body.keys() - {'reward', 'completion_id', 'done'}:
       raise invalid_field(
         sorted(unknown_fields)[0], 'unknown; use reward, completion_id and done'

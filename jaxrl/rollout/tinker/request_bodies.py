@@ -75,6 +75,18 @@ class AdamBody(msgspec.Struct):
   grad_clip_norm: float = 0.0
 
 
+class DimuonBody(msgspec.Struct, forbid_unknown_fields=True):
+  """The hyperparameters of one step of Dimuon.
+
+  Fields that it does not know are refused, for they would change the step.
+  """
+
+  type: Literal['dimuon']
+  learning_rate: float
+  beta1: float = 0.9
+  grad_clip_norm: float = 0.0
+
+
 class OptimStep(msgspec.Struct):
   """Takes an optimizer step."""
 
@@ -349,6 +361,23 @@ def parse_body(data: bytes, kind: type[T]) -> T:
     return msgspec.json.decode(data or b'{}', type=kind)
   except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
     raise RequestError(f'the body is not valid: {str(error)[:300]}') from error
+
+
+def convert_body(value: dict[str, Any], kind: type[T], what: str) -> T:
+  """Makes a struct of a part of a body.
+
+  Args:
+    value: The part.
+    kind: One of the structs here.
+    what: The part's name, for the error.
+
+  Raises:
+    RequestError: If it is not valid; the message names the field.
+  """
+  try:
+    return msgspec.convert(value, kind)
+  except msgspec.ValidationError as error:
+    raise RequestError(f'{what}: {str(error)[:300]}') from error
 
 
 def check_metadata(value: dict[str, Any] | None) -> dict[str, str] | None:

@@ -21,7 +21,7 @@ from jaxrl.rollout.tinker import checkpoint_store, request_bodies
 from jaxrl.rollout.tinker.checkpoint_store import CheckpointStore, time_text
 from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.sessions import SessionTable
-from jaxrl.rollout.tinker.tinker_model import OPTIMIZER
+from jaxrl.rollout.tinker.tinker_model import optimizer_config
 
 API = '/api/v1'
 OWNER = 'local'  # all clients have the same key
@@ -250,7 +250,8 @@ class RestRoutes:
     names = 'base_model', 'train_unembed', 'train_mlp', 'train_attn'
     facts = {name: record[name] for name in names}
     lora = {'is_lora': True, 'lora_rank': record['rank']}
-    return web.json_response({**facts, **lora, 'optimizer_config': OPTIMIZER})
+    facts['optimizer_config'] = optimizer_config(record)
+    return web.json_response({**facts, **lora})
 
   async def _copy(self, request: web.Request) -> web.Response:
     body = request_bodies.parse_body(await request.read(), request_bodies.CopyBody)

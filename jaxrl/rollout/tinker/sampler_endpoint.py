@@ -15,6 +15,7 @@ from aiohttp import web
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.gateway.gateway import Gateway
+from jaxrl.rollout.gateway.generation_request import ApiError
 from jaxrl.rollout.gateway.http_server import GatewayServer
 from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.sampling_service import SamplingService
@@ -101,15 +102,29 @@ class SamplerEndpoint:
     )
 
   async def answer(self, request: web.Request) -> web.StreamResponse:
-    """Answers a request with the gateway of the model that it names."""
-    name = self._model.name
-    if request.method == 'POST':
+    """Answers a request with the gateway of the model that it names.
+
+    Args:
+      request: The request, whose key is checked before anything of it is read.
+    """
+    front = self._gateway(self._model.name)
+
+    async def dispatch(request: web.Request) -> web.StreamResponse:
+      name: Any = self._model.name
+      if request.method == 'POST':
+        try:
+          body = msgspec.json.decode(await front.read_body(request))
+          name = (body.get('model') if isinstance(body, dict) else None) or name
+        except (msgspec.DecodeError, RecursionError):
+          pass  # the gateway says what is wrong
       try:
-        body = msgspec.json.decode(await request.read())
-        name = body.get('model', name) if isinstance(body, dict) else name
-      except (msgspec.DecodeError, RecursionError):
-        pass  # the gateway says what is wrong
-    return await self._gateway(str(name)).answer(request)
+        server = self._gateway(str(name))
+      except RequestError as error:
+        options = {'param': 'model', 'code': 'model_not_found'}
+        raise ApiError(404, f'model: {error}'[:300], **options) from error
+      return await server.answer(request)
+
+    return await front.admit(request, dispatch)
 
   def _gateway(self, name: str) -> GatewayServer:
     path = name if name.startswith('tinker://') else None

@@ -8,6 +8,8 @@ import asyncio
 import contextlib
 import dataclasses
 import functools
+import time
+import weakref
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
@@ -33,6 +35,8 @@ from jaxrl.rollout.tinker.tenant_programs import (
 from jaxrl.types import Params, SamplingParams
 
 BASE = ''  # the adapters' name of the model itself
+MAX_WEIGHT = 1e30  # of adapters; in sums with larger ones, even 0 · B may be no number
+MAX_TRIES = 3  # of a request whose logits are not finite
 LoadAdapters = Callable[[], Awaitable[tuple[Adapters, float]]]
 
 
@@ -221,6 +225,9 @@ class TenantEngine(JaxEngine):
   """Generates tokens for many tenants at once.
 
   What a request draws depends on its prompt, its parameters and its adapters alone.
+  Adapters that have diverged fail their own requests: what these left in the cache,
+  where numbers that are not finite would reach the next request of the slot, is
+  overwritten. A request that found some there begins again, and draws the same.
   """
 
   def __init__(
@@ -259,6 +266,11 @@ class TenantEngine(JaxEngine):
     self._programs = TenantPrograms(self._model_runner.model)
     self._buckets = buckets_to(max_length)
     self._places = AdapterPlaces(max_adapters)
+    self._unclean: set[int] = set()  # slots with numbers that are not finite
+    # By request: how often it was begun again, and when it was last.
+    self._restarts: weakref.WeakKeyDictionary[EngineRequest, tuple[int, float]] = (
+      weakref.WeakKeyDictionary()
+    )
 
   async def load(self, version: int, params: Params) -> None:
     """Serves a model, with empty places for adapters.
@@ -297,6 +309,9 @@ class TenantEngine(JaxEngine):
   def _put(self, place: int, adapters: Adapters, scale: float) -> None:
     version, weights = self._tenant_weights()
     padded = row_adapters.pad_rank(adapters, self._max_rank)
+    largest = max(float(np.abs(x).max()) for pair in padded.values() for x in pair)
+    if not largest * max(scale, 1) <= MAX_WEIGHT:
+      raise ValueError(f'weights of up to {largest:.1e}: the run has diverged')
     stack = row_adapters.put_adapters(
       weights.stack, np.int32(place), padded, np.float32(scale)
     )
@@ -313,11 +328,63 @@ class TenantEngine(JaxEngine):
     # The weights of now: adapters may have been put beside them since the dispatch was
     # scheduled, and the arrays that were there before are gone.
     del params
-    for slot, request in scheduled.assignments:
-      name = getattr(request.sampling, 'adapters', BASE)
-      self._model_runner.adapter_of_slot[slot] = self.place_of(name)
     weights: Any = self._tenant_weights()[1]
+    self._clean_slots(weights)
+    for slot, request in scheduled.assignments:
+      # Of a request that was given up since then, the adapters may be gone.
+      place = self._places.places.get(request.cache_name, self._max_adapters)
+      self._model_runner.adapter_of_slot[slot] = place
     return super()._dispatch_decode(weights, scheduled)
+
+  def _clean_slots(self, weights: Any) -> None:
+    """Overwrites slots with the keys and values of some tokens. Device thread only."""
+    unclean, self._unclean = self._unclean, set()
+    if not unclean or self._state is None:
+      return
+    cache, slots = self._state
+    tokens = np.zeros(self._max_length + 1, np.int32)
+    for slot in unclean:
+      self._model_runner.adapter_of_slot[slot] = self._max_adapters
+      cache = self._model_runner.prefill(weights, cache, [(slot, tokens)])
+    self._state = cache, slots
+
+  def _process_results(self, results: list[DecodeResult]) -> None:
+    super()._process_results(results)
+    for result in results:
+      for slot, request in enumerate(result.owners):
+        # Nobody has looked at what was drawn for requests that were given up.
+        if request is None or not request.future.done():
+          continue
+        is_drawn = result.tokens[:, slot] >= 0
+        if not np.isfinite(result.logprobs[is_drawn, slot]).all():
+          self._forget_slot(slot)
+
+  def _forget_slot(self, slot: int) -> None:
+    if self._scheduler.is_vacant(slot):
+      self._scheduler.forget_prompt(slot)
+      self._unclean.add(slot)
+
+  def _append_tokens(
+    self, request: EngineRequest, slot: int, result: DecodeResult
+  ) -> None:
+    tries, begun = self._restarts.get(request, (0, 0.0))
+    if result.dispatch_time < begun:
+      return  # of the time before it was begun again
+    try:
+      super()._append_tokens(request, slot, result)
+    except FloatingPointError:
+      if tries + 1 == MAX_TRIES and request.cache_name == BASE:
+        raise
+      self._scheduler.remove(request)
+      self._forget_slot(slot)
+      if tries + 1 == MAX_TRIES:
+        self._requests.pop(request.request_id, None)
+        problem = 'its logits are not finite: its weights have diverged'
+        request.fail(ValueError(f'request {request.request_id!r}: {problem}'))
+        return
+      self._restarts[request] = tries + 1, time.perf_counter()
+      request.truncate(0)
+      self._scheduler.add(request)
 
   def _submit(self, request_id, prompt, sampling, images=()) -> EngineRequest:
     request = super()._submit(request_id, prompt, sampling, images)

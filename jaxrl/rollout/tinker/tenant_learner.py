@@ -4,6 +4,7 @@ Its methods use the device and must run on one thread, the `DeviceThread`.
 """
 
 import dataclasses
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -17,6 +18,7 @@ from jaxrl.rollout.tinker.row_adapters import Adapters, tenant_axis
 from jaxrl.rollout.tinker.tenant_losses import CODES, CROSS_ENTROPY, LossRows
 from jaxrl.rollout.tinker.tenant_programs import (
   AdamHyperparameters,
+  MuonHyperparameters,
   TenantPrograms,
   TenantState,
   TokenRows,
@@ -55,8 +57,8 @@ class TenantSnapshot:
 
   Attributes:
     adapters: The parameters, of the tenant's own rank.
-    mu: Adam's first moments; None for a fresh optimizer.
-    nu: Adam's second moments; None for a fresh optimizer.
+    mu: The optimizer's first moments; None for a fresh optimizer.
+    nu: Its second moments, zero if it has none; None for a fresh optimizer.
     count: Optimizer steps so far.
   """
 
@@ -76,6 +78,7 @@ class Tenant:
     count: Optimizer steps so far.
     num_rows: Rows whose gradients wait for an optimizer step.
     lost: Why gradients that should be waiting were lost; '' if none were.
+    has_dropped: Whether gradients since the last step were dropped: a request failed.
   """
 
   place: int
@@ -83,6 +86,7 @@ class Tenant:
   count: int = 0
   num_rows: int = 0
   lost: str = ''
+  has_dropped: bool = False
 
   @property
   def scale(self) -> float:
@@ -181,6 +185,7 @@ class TenantLearner:
     padded = [row_adapters.pad_rank(part, self.max_rank) for part in parts]
     self._put(tenant, TenantState(*padded))
     tenant.count, tenant.num_rows, tenant.lost = snapshot.count, 0, ''
+    tenant.has_dropped = False
 
   def _put(self, tenant: Tenant, own: TenantState) -> None:
     place = np.int32(tenant.place)
@@ -291,28 +296,51 @@ class TenantLearner:
     tenant.num_rows = 0
 
   def adam_step(self, tenant: Tenant, options: Mapping[str, float]) -> float:
-    """Takes an optimizer step with a tenant's gradients.
+    """Takes a step of AdamW with a tenant's gradients.
 
     Args:
       tenant: The tenant.
       options: The fields of `AdamHyperparameters`.
 
     Returns:
-      The norm of the gradient before it was clipped.
+      The norm of the gradient before it was clipped. If it is not finite, no step has
+      been taken.
     """
-    hyperparameters = AdamHyperparameters(
-      **{name: np.float32(value) for name, value in options.items()}
-    )
+    hyperparameters = AdamHyperparameters(**_scalars(options))
+    return self._step(tenant, self._programs.adam_step, hyperparameters)
+
+  def muon_step(self, tenant: Tenant, options: Mapping[str, float]) -> float:
+    """Takes a step of Muon with a tenant's gradients.
+
+    Args:
+      tenant: The tenant.
+      options: The fields of `MuonHyperparameters`.
+
+    Returns:
+      As `adam_step`.
+    """
+    hyperparameters = MuonHyperparameters(**_scalars(options))
+    return self._step(tenant, self._programs.muon_step, hyperparameters)
+
+  def _step(self, tenant: Tenant, program: Any, hyperparameters: Any) -> float:
     tenant.count += 1
     tenant.num_rows = 0
     try:
       own = self._programs.take_tenant(self._state, np.int32(tenant.place))
-      own, norm = self._programs.adam_step(own, np.int32(tenant.count), hyperparameters)
-      self._put(tenant, own)
+      own, norm = program(own, np.int32(tenant.count), hyperparameters)
+      if math.isfinite(norm):
+        self._put(tenant, own)
+      else:  # weights and moments would be lost
+        tenant.count -= 1
+        self.discard_gradients(tenant)
       return float(norm)
     except Exception as error:
       self._recover(error)
       raise
+
+
+def _scalars(options: Mapping[str, float]) -> dict[str, np.float32]:
+  return {name: np.float32(value) for name, value in options.items()}
 
 
 def _zero(state: TenantState, place: Any) -> TenantState:

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import optax
 
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.tinker import row_adapters
@@ -56,14 +57,24 @@ class AdamHyperparameters:
 
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass
+class MuonHyperparameters:
+  """One step's hyperparameters, float32 scalars, named as in the API."""
+
+  learning_rate: Any
+  beta1: Any
+  grad_clip_norm: Any
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass
 class TenantState:
-  """The adapters of all tenants, the gradients so far, and Adam's moments.
+  """The adapters of all tenants, the gradients so far, and the optimizers' moments.
 
   Attributes:
     stack: Parameters.
     totals: Gradients since the last step.
-    mu: First moments.
-    nu: Second moments.
+    mu: First moments, of Adam or of Muon.
+    nu: Second moments of Adam; zero for Muon.
   """
 
   stack: Adapters
@@ -233,6 +244,14 @@ def _map_trees(function: Any, *states: TenantState) -> TenantState:
   return TenantState(*(function(*(getattr(x, n) for x in states)) for n in names))
 
 
+def _clip(gradients: Adapters, limit: Array) -> tuple[Adapters, Array]:
+  """Shrinks gradients to a norm if one is set; returns their norm before, too."""
+  norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
+  is_long = (limit > 0) & (norm > limit)
+  shrink = jnp.where(is_long, limit / jnp.maximum(norm, 1e-30), 1.0)
+  return jax.tree.map(lambda g: g * shrink, gradients), norm
+
+
 def adam_step(
   own: TenantState, count: Array, options: AdamHyperparameters
 ) -> tuple[TenantState, Array]:
@@ -249,16 +268,12 @@ def adam_step(
   Returns:
     The part and the norm of the gradient before it was clipped.
   """
-  gradients = own.totals
-  norm = jnp.sqrt(sum(jnp.sum(g * g) for g in jax.tree.leaves(gradients)))
-  clip = options.grad_clip_norm
-  shrink = jnp.where((clip > 0) & (norm > clip), clip / jnp.maximum(norm, 1e-30), 1.0)
+  gradients, norm = _clip(own.totals, options.grad_clip_norm)
   beta1, beta2, rate = options.beta1, options.beta2, options.learning_rate
 
   def moments(decay: Array, old: Array, new: Array) -> Array:
     return decay * old + (1 - decay) * new
 
-  gradients = jax.tree.map(lambda g: g * shrink, gradients)
   mu = jax.tree.map(lambda m, g: moments(beta1, m, g), own.mu, gradients)
   nu = jax.tree.map(lambda v, g: moments(beta2, v, g * g), own.nu, gradients)
 
@@ -270,6 +285,39 @@ def adam_step(
 
   stack = jax.tree.map(update, own.stack, mu, nu)
   return TenantState(stack, jax.tree.map(jnp.zeros_like, gradients), mu, nu), norm
+
+
+def muon_step(
+  own: TenantState, count: Array, options: MuonHyperparameters
+) -> tuple[TenantState, Array]:
+  """Applies Muon to one tenant's part and zeroes its gradients.
+
+  p ← p − η·NS(m), with the Newton-Schulz iteration and the Nesterov momentum of
+  https://kellerjordan.github.io/posts/muon/, as optax computes them. Each layer's A and
+  B is a matrix of its own. A step's Frobenius norm is about η·√rank; padded ranks have
+  gradients of zero and do not move.
+
+  Args:
+    own: The tenant's part of the state, from `take_tenant`.
+    count: The number of the step, from 1.
+    options: The hyperparameters.
+
+  Returns:
+    The part and the norm of the gradient before it was clipped.
+  """
+  gradients, norm = _clip(own.totals, options.grad_clip_norm)
+  axes = optax.contrib.MuonDimensionNumbers(-2, -1)
+  numbers: Any = jax.tree.map(lambda _: axes, gradients)
+  muon = optax.contrib.scale_by_muon(
+    beta=options.beta1, weight_dimension_numbers=numbers
+  )
+  before: Any = muon.init(gradients)
+  after: Any
+  steps, after = muon.update(gradients, before._replace(count=count - 1, mu=own.mu))
+  rate = options.learning_rate
+  stack = jax.tree.map(lambda p, step: p - rate * step, own.stack, steps)
+  zeros = jax.tree.map(jnp.zeros_like, gradients)
+  return TenantState(stack, zeros, after.mu, own.nu), norm
 
 
 def score(
@@ -345,6 +393,7 @@ class TenantPrograms:
     self.take_tenant = jax.jit(take_tenant)
     self.put_tenant = jax.jit(put_tenant, donate_argnums=0)
     self.adam_step = jax.jit(adam_step, donate_argnums=0)
+    self.muon_step = jax.jit(muon_step, donate_argnums=0)
     self._scores: dict[tuple[int, int], Any] = {}
 
   def score(self, top_k: int, draws: int, *arrays: Any) -> Any:

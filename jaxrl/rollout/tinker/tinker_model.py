@@ -13,7 +13,7 @@ from jaxrl.rollout.tinker import row_adapters
 from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.tenant_learner import ALPHA, TenantSnapshot
 
-OPTIMIZER = {'type': 'adamw'}  # of every run, as the API describes it
+ADAMW, DIMUON = 'adamw', 'dimuon'  # optimizers, as the API calls them
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +46,16 @@ class TinkerModel:
       raise RequestError(
         f'there is no model {name!r} here; this server has {self.name!r}'
       )
+
+
+def optimizer_config(facts: dict[str, Any]) -> dict[str, Any]:
+  """Returns the optimizer of a run or checkpoint as the API describes it.
+
+  Args:
+    facts: What is known of it; what was saved without an optimizer has AdamW.
+  """
+  kind = facts.get('optimizer', ADAMW)
+  return {'type': kind, 'version': 1} if kind == DIMUON else {'type': kind}
 
 
 def trained_layers(facts: dict[str, Any]) -> frozenset[str]:

@@ -53,4 +53,11 @@ class TinkerOptions(Options):
     "'' refuses it, because the API's own has not been published.",
     choices=('', 'r1_reward'),
   )
+  dimuon: str = option(
+    '',
+    "Which steps the optimizer of this name takes: 'muon', Muon's for the matrices of "
+    "adapters; '' refuses it, because the API's own has a preconditioner that has not "
+    'been published.',
+    choices=('', 'muon'),
+  )
   max_checkpoints: int = option(10_000, 'Checkpoints on the disk.', low=1)

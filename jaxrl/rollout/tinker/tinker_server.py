@@ -15,7 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
-from jaxrl.rollout.gateway.app_server import serve_app
+from jaxrl.rollout.gateway.app_server import BROKEN_BODY, serve_app
 from jaxrl.rollout.gateway.connection_limits import (
   ConnectionLimits,
   request_in_progress,
@@ -153,6 +153,8 @@ class TinkerServer:
         status, text = 410, str(error)
       except TooManyRequestsError as error:
         status, text, headers = 429, str(error), {'Retry-After': '1'}
+      except web.RequestPayloadError:
+        status, text = 400, BROKEN_BODY
       except web.HTTPException as error:
         status, text = error.status, error.reason or 'refused'
         if request.match_info.http_exception is not None:

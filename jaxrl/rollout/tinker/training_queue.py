@@ -252,6 +252,7 @@ class TrainingQueue:
           run.ready.remove(request)
           request.result.fail(error)
           if request.backward:  # some of its rows may have been added
+            run.tenant.has_dropped = True
             await self._device_thread.run(self._learner.discard_gradients, run.tenant)
       return
     for (run, request, index), output in zip(batch, outputs, strict=True):

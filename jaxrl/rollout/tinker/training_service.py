@@ -4,7 +4,7 @@ import asyncio
 import math
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -34,17 +34,20 @@ from jaxrl.rollout.tinker.tenant_learner import (
   TrainingRow,
 )
 from jaxrl.rollout.tinker.tinker_model import (
-  OPTIMIZER,
+  ADAMW,
+  DIMUON,
   TinkerModel,
+  optimizer_config,
   peft_files,
   trained_layers,
 )
 from jaxrl.rollout.tinker.tinker_options import TinkerOptions
 from jaxrl.rollout.tinker.training_queue import TrainingQueue
 
-ONLY_ADAMW = (
-  'use adamw. How dimuon scales and smooths its steps has not been published; it is '
-  'another optimizer than Muon'
+NO_DIMUON = (
+  "use adamw. How the API's dimuon preconditions its steps has not been published, and "
+  'Muon has no such part. A server that was started with --dimuon=muon takes steps of '
+  'Muon under this name'
 )
 MAX_AHEAD = 10_000  # numbers by which requests may be out of order
 # Weights that were saved for one client, without a name, are kept for a day.
@@ -52,24 +55,59 @@ UNNAMED_SECONDS = 24 * 3600
 Call = Callable[[], Awaitable[dict[str, Any]]]
 
 
-def adam_options(body: request_bodies.OptimStep) -> dict[str, float]:
+def check_optimizer(config: Mapping[str, Any] | None, dimuon: str = '') -> str:
+  """Returns the optimizer that a run has.
+
+  Args:
+    config: What the client asks for; None for AdamW.
+    dimuon: 'muon', if steps of Muon are taken under the name of Dimuon.
+
+  Raises:
+    RequestError: If there is no such optimizer.
+  """
+  config = config or {}
+  kind, version = config.get('type', ADAMW), config.get('version', 1)
+  if kind == ADAMW:
+    return ADAMW
+  if kind != DIMUON or not dimuon:
+    raise RequestError(f'optimizer {str(kind)[:40]!r} is not supported: {NO_DIMUON}')
+  if version != 1:
+    raise RequestError(f'dimuon: version {str(version)[:40]!r} is not known; use 1')
+  return DIMUON
+
+
+def step_options(body: request_bodies.OptimStep, optimizer: str) -> dict[str, float]:
   """Returns the hyperparameters of a step.
 
   Args:
     body: The request.
+    optimizer: The run's.
 
   Raises:
-    RequestError: If one is out of range.
+    RequestError: If they are another optimizer's, or one is out of range.
   """
-  if body.optimizer_params is not None:
-    kind = body.optimizer_params.get('type')
-    raise RequestError(f'optimizer {kind!r} is not supported: {ONLY_ADAMW}')
-  options = msgspec.structs.asdict(body.adam_params or request_bodies.AdamBody())
+  params, kind = body.optimizer_params, ADAMW
+  adam = body.adam_params or request_bodies.AdamBody()
+  options: dict[str, Any] = msgspec.structs.asdict(adam)
+  if params is not None:
+    kind = params.get('type')
+    if kind == DIMUON:
+      dimuon = request_bodies.convert_body(
+        params, request_bodies.DimuonBody, 'optimizer_params'
+      )
+      options = msgspec.structs.asdict(dimuon)
+      del options['type']
+      options['grad_clip_norm'] = max(options['grad_clip_norm'], 0.0)  # below 0 is none
+  if kind != optimizer:
+    raise RequestError(
+      f'the optimizer of this run is {optimizer}, and the step has the parameters of '
+      f'{str(kind)[:40]!r}'
+    )
   for name, value in options.items():
     if not math.isfinite(value) or value < 0:
       raise RequestError(f'{name}={value} must be a number of 0 or more')
   for name in ('beta1', 'beta2'):
-    if options[name] >= 1:
+    if options.get(name, 0) >= 1:
       raise RequestError(f'{name}={options[name]} must be below 1')
   return options
 
@@ -164,7 +202,7 @@ class TrainingService:
       raise RequestError(f'rank={lora.rank} must be from 1 to {self._options.max_rank}')
     if not (lora.train_attn or lora.train_mlp or lora.train_unembed):
       raise RequestError('nothing would be trained: set train_attn, train_mlp or both')
-    self._check_optimizer(body.optimizer_config)
+    optimizer = check_optimizer(body.optimizer_config, self._options.dimuon)
     seed = uuid.uuid4().int % 2**31 if lora.seed is None else lora.seed
     if not 0 <= seed < 2**63:
       raise RequestError(f'seed={seed} must lie in 0 … 2**63 − 1')
@@ -174,6 +212,7 @@ class TrainingService:
       'train_attn': lora.train_attn,
       'train_mlp': lora.train_mlp,
       'train_unembed': lora.train_unembed,
+      'optimizer': optimizer,
       'user_metadata': request_bodies.check_metadata(body.user_metadata),
     }
     run_id = f'{body.session_id}:train:{body.model_seq_id}'
@@ -187,11 +226,6 @@ class TrainingService:
       return {'model_id': run_id, 'type': 'create_model'}
 
     return self._start(f'{run_id}:0', body.session_id, create)
-
-  def _check_optimizer(self, config: dict[str, Any] | None) -> None:
-    if config is not None and config.get('type', 'adamw') != 'adamw':
-      kind = config['type']
-      raise RequestError(f'optimizer {kind!r} is not supported: {ONLY_ADAMW}')
 
   async def _open(
     self,
@@ -258,7 +292,7 @@ class TrainingService:
         'tokenizer_id': self._model.tokenizer_id,
       },
       'model_id': body.model_id,
-      'optimizer_config': OPTIMIZER,
+      'optimizer_config': optimizer_config(facts),
       'is_lora': True,
       'lora_rank': facts['rank'],
       'model_name': self._model.name,
@@ -342,13 +376,26 @@ class TrainingService:
     """Takes an optimizer step."""
 
     async def call() -> dict[str, Any]:
-      options = adam_options(body)
+      optimizer = self._run(body.model_id).get('optimizer', ADAMW)
+      options = step_options(body, optimizer)
       tenant = self._tenant(body.model_id)
       if tenant.lost:
         raise RequestError(f'the gradients are lost: {tenant.lost}', SERVER)
+      if tenant.has_dropped:  # a step with what is left would be another one
+        await self._device_thread.run(self._learner.discard_gradients, tenant)
+        tenant.has_dropped = False
+        raise RequestError(
+          'the gradients since the last step were dropped, as a request failed on the '
+          'device: send the data of this step again',
+          SERVER,
+        )
       if not tenant.num_rows:
         raise RequestError('there are no gradients: call forward_backward before')
-      norm = await self._device_thread.run(self._learner.adam_step, tenant, options)
+      is_muon = optimizer == DIMUON
+      step = self._learner.muon_step if is_muon else self._learner.adam_step
+      norm = await self._device_thread.run(step, tenant, options)
+      if not math.isfinite(norm):
+        raise RequestError('the gradient is not finite: the step was not taken')
       return {'metrics': {'grad_norm:mean': norm}}
 
     return self._queue_call(body.model_id, body.seq_id, call)
@@ -367,6 +414,7 @@ class TrainingService:
     facts = self._run(run_id)
     names = 'rank', 'train_attn', 'train_mlp', 'train_unembed', 'base_model'
     kept = {name: facts[name] for name in names}
+    kept['optimizer'] = facts.get('optimizer', ADAMW)
     return {**kept, 'user_metadata': request_bodies.check_metadata(metadata)}
 
   async def _snapshot(self, run_id: str) -> TenantSnapshot:
@@ -470,7 +518,9 @@ class TrainingService:
 
       async def load() -> dict[str, Any]:
         record, snapshot = await self._read(body)
-        tenant = self._tenant(run_id)
+        tenant, facts = self._tenant(run_id), self._run(run_id)
+        if body.optimizer:
+          self._check_moments(body, record, facts.get('optimizer', ADAMW))
         if record['rank'] != tenant.rank:
           raise RequestError(
             f'{body.path} has rank {record["rank"]}, and the run rank {tenant.rank}'
@@ -484,7 +534,7 @@ class TrainingService:
         'model_id and seq_id, or session_id and model_seq_id are needed'
       )
     session = self._sessions.touch(body.session_id)
-    self._check_optimizer(body.optimizer_config)
+    optimizer = check_optimizer(body.optimizer_config, self._options.dimuon)
     self._model.check_name(body.base_model)
     run_id = f'{body.session_id}:train:{body.model_seq_id}'
 
@@ -494,11 +544,27 @@ class TrainingService:
         raise RequestError(f'{body.path} has rank {record["rank"]}, which is too large')
       names = 'rank', 'train_attn', 'train_mlp', 'train_unembed'
       facts = {name: record[name] for name in names}
+      facts['optimizer'] = optimizer
+      if body.optimizer:
+        if body.optimizer_config is not None:
+          self._check_moments(body, record, optimizer)
+        saved = optimizer_config(record)
+        facts['optimizer'] = check_optimizer(saved, self._options.dimuon)
       facts['user_metadata'] = request_bodies.check_metadata(body.user_metadata)
       await self._open(session, run_id, facts, snapshot)
       return {'path': body.path, 'model_id': run_id, 'type': 'load_weights'}
 
     return self._start(f'{run_id}:0', body.session_id, create)
+
+  def _check_moments(
+    self, body: request_bodies.LoadWeights, record: dict[str, Any], optimizer: str
+  ) -> None:
+    saved = record.get('optimizer', ADAMW)
+    if saved != optimizer:
+      raise RequestError(
+        f'{body.path} has the state of {saved}, and the optimizer of the run is '
+        f'{optimizer}: load its weights alone'
+      )
 
   async def _read(
     self, body: request_bodies.LoadWeights

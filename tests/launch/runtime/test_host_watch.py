@@ -176,6 +176,29 @@ def test_a_host_that_starts_ray_again_is_used_again(cluster, caplog):
     assert not watch.lost_nodes() and len(cluster.killed) == 1
 
 
+def test_a_host_that_ray_has_given_up_is_not_used_when_it_answers(
+  cluster, caplog, monkeypatch
+):
+  caplog.set_level(logging.WARNING, 'launch')
+  monkeypatch.setattr(host_watch, 'LIST_INTERVAL_S', 60)
+  with watching(cluster) as watch:
+    place(cluster, watch, 'engine 1', 'engine 2')
+    cluster.cut_off('node1')
+    wait_until(lambda: cluster.killed)
+    watch.forget(cluster.parts['engine 2'])
+    place(cluster, watch, 'engine 2', 'RolloutWorker 1')
+    cluster.gone.add('node1')
+    cluster.reconnect('node1')
+    wait_until(lambda: 'answers again' in caplog.text)
+    assert '(127.0.0.1) answers again, but Ray has given it up' in caplog.text
+    assert watch.choose_node() != 'node1' and cluster.killed == ['engine 2']
+    monkeypatch.setattr(host_watch, 'LIST_INTERVAL_S', 0.05)
+    cluster.sockets['new'] = cluster.listen()
+    cluster.ports['new'] = cluster.sockets['new'].getsockname()[1]
+    wait_until(lambda: 'host new.example (127.0.0.1) is back' in caplog.text)
+    assert watch.choose_node() == 'new'
+
+
 def test_nothing_is_started_where_the_disk_is_full(cluster, caplog):
   caplog.set_level(logging.WARNING, 'launch')
   with watching(cluster) as watch:
