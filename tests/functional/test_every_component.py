@@ -15,7 +15,7 @@ from jaxrl.functional import (
   losses,
   shaping,
 )
-from jaxrl.options import _choices, defaults
+from jaxrl.options import defaults, value_kind
 from tests.functional import harness
 from tests.functional.cases import ADVANTAGES, ALL, OTHERS
 
@@ -60,7 +60,7 @@ def test_every_function_and_every_option_value_is_restated(fn):
     if option == 'row_valid':  # an array: test_aggregation
       continue
     seen = {case.options.get(option, default) for case in cases}
-    choices = _choices(hints.get(option))
+    choices = value_kind(hints.get(option)).choices
     if isinstance(default, bool):
       choices = (False, True)
     assert set(choices) <= seen, f'{option}: {set(choices) - seen} has no case'
