@@ -189,5 +189,5 @@ def test_none_wrong_names_and_options():
     make_reward_shaper('overlng')
   with pytest.raises(ConfigError, match='cache'):
     make_reward_shaper('overlong(cahce=1)')
-  with pytest.raises(ConfigError, match='float or str'):
+  with pytest.raises(ConfigError, match='a number or a text'):
     make_reward_shaper('reward(add=True)')

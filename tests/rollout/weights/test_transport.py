@@ -178,7 +178,7 @@ def test_files_appear_whole_and_last_while_they_are_read(make_transport, tmp_pat
   with pytest.raises(KeyError):
     transport.get('a')
   for bad in ('../a', 'a/b', '.a', ''):
-    with pytest.raises(ValueError, match='no name for weights'):
+    with pytest.raises(ValueError, match='not a name for weights'):
       transport.put(bad, b'')
   transport.close()
 
