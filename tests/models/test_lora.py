@@ -145,7 +145,7 @@ def test_the_folder_is_pefts(adapted, tmp_path):
     ('lora(rank=0)', 'rank=0 and alpha=32.0 must be above 0'),
     ('lora(r=4)', "no option 'r'"),
     ('dora', "no kind of adapter 'dora'. Did you mean 'lora'"),
-    ('lora(base="int8")', "one of float32, bfloat16"),
+    ('lora(base="int8")', 'one of float32, bfloat16'),
   ],
 )
 def test_wrong_adapters_say_what_is_right(text, message):

@@ -101,7 +101,7 @@ def test_schedules_are_those_of_optax():
     ({'max_grad_norm': 0.0}, 'max_grad_norm=0.0: must be above 0'),
     ({'name': 'adam'}, "no kind of optimizer 'adam'. Did you mean 'adamw'"),
     ({'name': 'adamw(beta1=.9)'}, "no option 'beta1'"),
-    ({'name': "adamw(state_dtype='float16')"}, "one of float32, bfloat16"),
+    ({'name': "adamw(state_dtype='float16')"}, 'one of float32, bfloat16'),
     ({'name': 'lion(b2=1.0)'}, r'b2=1.0 of lion must be in \[0, 1\)'),
     ({'name': 'sgd(weight_decay=-1)'}, 'must be at least 0'),
   ],
