@@ -222,7 +222,7 @@ def find_checkpoint(text: str, *, only_config: bool = False) -> str:
   wanted = CONFIG_FILES if only_config else _MODEL_FILES
   files = [file for file in wanted if file in repo.files]
   if 'config.json' not in files:
-    raise HubError(f'{name} on the Hub holds no config.json: so it is not a model')
+    raise HubError(f'{name} on the Hub holds no config.json, so it is not a model')
   if not only_config:
     files += _weight_files(repo)
   return str(repo.download(files))

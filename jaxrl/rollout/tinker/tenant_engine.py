@@ -338,12 +338,12 @@ class TenantEngine(JaxEngine):
 
   def _clean_slots(self, weights: Any) -> None:
     """Overwrites slots with the keys and values of some tokens. Device thread only."""
-    unclean, self._unclean = self._unclean, set()
-    if not unclean or self._state is None:
+    if not self._unclean or self._state is None:
       return
     cache, slots = self._state
     tokens = np.zeros(self._max_length + 1, np.int32)
-    for slot in unclean:
+    while self._unclean:  # the event loop's thread may add to it meanwhile
+      slot = self._unclean.pop()
       self._model_runner.adapter_of_slot[slot] = self._max_adapters
       cache = self._model_runner.prefill(weights, cache, [(slot, tokens)])
     self._state = cache, slots
