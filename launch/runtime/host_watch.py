@@ -236,15 +236,18 @@ class HostWatch:
     log.warning(
       '%s is given up after %.0f s without an answer%s',
       host,
-      self._timeout_s,
+      time.monotonic() - host.last_answer,
       f': {_join(list(names))} will be started elsewhere' if names else '',
     )
     self._end(names.values())
 
   def _welcome(self, host: _Host) -> None:
-    if host.is_lost and not self._is_alive(host):
-      log.warning('%s answers again, but Ray has given it up: start Ray there', host)
+    nodes = self._alive_nodes() if host.is_lost else {}
+    if nodes and host.node_id not in nodes:
       del self._hosts[host.node_id]  # it comes back as another node
+      raylets = {(node.address, node.port) for node in nodes.values()}
+      if (host.address, host.port) not in raylets:
+        log.warning('%s answers again, but Ray has given it up: start Ray there', host)
       return
     was_lost, host.is_reported, host.is_lost = host.is_lost, False, False
     log.warning('%s answers again', host)
@@ -252,15 +255,15 @@ class HostWatch:
       self._lost_addresses.discard(host.address)
       self._use_again(host)
 
-  def _is_alive(self, host: _Host) -> bool:
-    """Returns whether Ray takes a host for alive, as far as it can be asked.
+  def _alive_nodes(self) -> dict[str, _Host]:
+    """Returns the nodes that Ray takes for alive; none if it cannot be asked.
 
     A raylet accepts connections for a while before it learns that Ray has given its
     host up in the meantime; nothing can be started there any more.
     """
-    if any(other.is_head and other.is_reported for other in self._hosts.values()):
-      return True
-    return host.node_id in _list_hosts(self._ray)
+    if any(host.is_head and host.is_reported for host in self._hosts.values()):
+      return {}
+    return _list_hosts(self._ray)
 
   def _list(self) -> None:
     """Looks for hosts that have joined, and for those that Ray has given up."""
@@ -273,12 +276,20 @@ class HostWatch:
         if not host.is_lost:
           log.warning('%s has left the cluster', host)
     for node_id, host in listed.items():
-      if node_id not in self._hosts:
-        self._hosts[node_id] = host
-        if host.address in self._lost_addresses:
-          self._lost_addresses.discard(host.address)
-          log.warning('%s is back', host)
-          self._use_again(host)
+      if node_id in self._hosts:
+        continue
+      # Ray may have been started again before its silence was long enough.
+      olds = [h for h in self._hosts.values() if h.address == host.address]
+      replaced = [old for old in olds if old.is_reported]
+      for old in replaced:
+        if not old.is_lost:
+          old.is_lost = True
+          self._give_up(old)
+      self._hosts[node_id] = host
+      if replaced or host.address in self._lost_addresses:
+        self._lost_addresses.discard(host.address)
+        log.warning('%s is back', host)
+        self._use_again(host)
 
   def _use_again(self, host: _Host) -> None:
     """Moves a part to a host that is back, if another one has two more than it."""

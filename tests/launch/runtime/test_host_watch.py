@@ -176,6 +176,25 @@ def test_a_host_that_starts_ray_again_is_used_again(cluster, caplog):
     assert not watch.lost_nodes() and len(cluster.killed) == 1
 
 
+def test_a_host_that_starts_ray_again_at_once_is_used_again(
+  cluster, caplog, monkeypatch
+):
+  """Its new node is there before the old one has been silent for long enough."""
+  caplog.set_level(logging.WARNING, 'launch')
+  monkeypatch.setattr(host_watch, 'LIST_INTERVAL_S', 0.05)
+  monkeypatch.setattr(host_watch, 'REPORT_SHARE', 1e-5)
+  with watching(cluster, timeout=3600) as watch:
+    place(cluster, watch, 'engine 1', 'engine 2', 'engine 3')
+    cluster.cut_off('node1')
+    wait_until(lambda: 'has not answered' in caplog.text)
+    cluster.sockets['new'] = cluster.listen()
+    cluster.ports['new'] = cluster.sockets['new'].getsockname()[1]
+    wait_until(lambda: 'host new.example (127.0.0.1) is back' in caplog.text)
+    assert 'host node1.example (127.0.0.1) is given up' in caplog.text
+    assert cluster.killed == ['engine 2'] and watch.lost_nodes() == ['node1']
+    assert watch.choose_node() == 'new'
+
+
 def test_a_host_that_ray_has_given_up_is_not_used_when_it_answers(
   cluster, caplog, monkeypatch
 ):
