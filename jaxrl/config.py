@@ -8,7 +8,7 @@ import functools
 import inspect
 import re
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from ml_collections import ConfigDict, FieldReference
@@ -17,6 +17,7 @@ from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import join_calls
 from jaxrl.options import (
   ConfigError,
+  Definition,
   Kind,
   OptionError,
   Options,
@@ -200,18 +201,22 @@ def describe_options(fn: Callable[..., Any]) -> dict[str, str]:
     fn: A function or class; of a class, the docstring of its `__init__` counts too.
 
   Returns:
-    The first sentence of each entry under `Args:` or `Attributes:`, by name, the base
-    classes' first.
+    What an `Options` class says of its fields; elsewhere the first sentence of each
+    entry under `Args:` or `Attributes:`, by name, the base classes' first.
   """
   function = unwrap(fn)
+  notes: dict[str, str] = {}
   if not isinstance(function, type):
-    return dict(_read_entries(inspect.getdoc(function) or ''))
-  descriptions: dict[str, str] = {}
+    for source in reversed(getattr(function, 'option_sources', ())):
+      notes |= describe_options(source)
+    return {**notes, **_read_entries(inspect.getdoc(function) or '')}
+  if issubclass(function, Options):
+    return descriptions(function)
   for cls in reversed(function.__mro__[:-1]):
     for holder in (cls, vars(cls).get('__init__')):
       text = getattr(holder, '__doc__', None)
-      descriptions |= _read_entries(inspect.cleandoc(text or ''))
-  return descriptions
+      notes |= _read_entries(inspect.cleandoc(text or ''))
+  return notes
 
 
 @functools.cache
@@ -254,36 +259,32 @@ def option_types(source: Callable[..., Any]) -> dict[str, Any]:
     return {}
 
 
-def with_options_of(
-  function: Callable[..., None], sources: Mapping[Callable[..., Any], Sequence[str]]
-) -> Callable[..., None]:
-  """Returns a function with further options, which other signatures define.
+def takes_options_of(
+  *sources: Callable[..., Any],
+) -> Callable[[Definition], Definition]:
+  """Declares that a function passes its `**options` on, and to what.
 
-  It stands for a component whose options go to several classes: calls are checked
-  against its signature, and its docstring describes all of its options.
+  Calls of the function are checked against their signatures, as if their options were
+  its own.
 
   Args:
-    function: A function that does nothing, with options and a docstring.
-    sources: The functions or classes that define the others, with the names of the
-      options that are taken from each; () for all that have a default. The first
-      definition of a name counts.
+    *sources: Functions or classes; the first that has an option defines it.
+
+  Returns:
+    A decorator that returns the function itself.
   """
 
-  @functools.wraps(function)
-  def combined(**_: Any) -> None:
-    pass
+  def attach(function: Definition) -> Definition:
+    signature = inspect.signature(function)
+    own = signature.parameters.values()
+    options = {p.name: p for p in own if p.kind is not p.VAR_KEYWORD}
+    for source in sources:
+      parameters = inspect.signature(source).parameters
+      for name in defaults(source):
+        options.setdefault(name, parameters[name])
+    signature = signature.replace(parameters=list(options.values()))
+    setattr(function, '__signature__', signature)  # noqa: B010  # any function has it
+    setattr(function, 'option_sources', sources)  # noqa: B010
+    return function
 
-  parameters = dict(inspect.signature(function).parameters)
-  notes = describe_options(function)
-  for source, names in sources.items():
-    own_parameters = inspect.signature(source).parameters
-    notes = describe_options(source) | notes
-    for name in names or defaults(source):
-      parameter = own_parameters[name].replace(kind=inspect.Parameter.KEYWORD_ONLY)
-      parameters.setdefault(name, parameter)
-  signature = inspect.Signature(list(parameters.values()))
-  combined.__signature__ = signature  # pyright: ignore[reportAttributeAccessIssue]
-  text = (inspect.getdoc(function) or '').partition('\n\nArgs:')[0]
-  lines = [f'  {name}: {notes[name]}' for name in parameters if name in notes]
-  combined.__doc__ = '\n'.join([text, '', 'Args:', *lines]) if lines else text
-  return combined
+  return attach

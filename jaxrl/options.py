@@ -165,10 +165,14 @@ def option_ranges(
 
 
 def declared_ranges(fn: Callable[..., Any]) -> Mapping[str, Range]:
-  """Returns the ranges that `option_ranges` declares, by option.
+  """Returns the ranges that a function or class declares, by option.
 
-  A derived class, whose options may mean something else, does not inherit them.
+  The fields of an `Options` class declare their own. Any other derived class, whose
+  options may mean something else, does not inherit them.
   """
+  if isinstance(fn, type) and issubclass(fn, Options):
+    fields = {field.name: field.metadata for field in dataclasses.fields(fn)}
+    return {name: data['range'] for name, data in fields.items() if 'range' in data}
   return getattr(fn, '__dict__', {}).get('option_ranges', {})
 
 

@@ -1,5 +1,6 @@
 """Calls and signatures: how texts name components, and how options are checked."""
 
+import dataclasses
 import pickle
 from functools import partial
 from typing import Literal
@@ -9,15 +10,18 @@ import pytest
 from jaxrl import component_calls
 from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import ComponentTable, as_call, as_calls, join_calls
+from jaxrl.config import describe_options, takes_options_of
 from jaxrl.data import row_sources
 from jaxrl.options import (
   NOT_ZERO,
   POSITIVE,
   SHARE,
   ConfigError,
+  Options,
   check_options,
   closest_match,
   defaults,
+  option,
   option_ranges,
 )
 from jaxrl.user_code import import_object
@@ -135,6 +139,64 @@ def test_a_derived_class_does_not_inherit_ranges():
   with pytest.raises(ConfigError, match='must be above 0'):
     check_options(Base, {'size': 0}, 'here')
   check_options(Derived, {'size': -1}, 'here')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Retries(Options):
+  """How often something is tried."""
+
+  count: int = option(3, 'How often it is tried again.', low=1)
+  pause: float = option(0.5, 'Seconds between two tries.')
+
+
+def test_a_class_of_options_is_a_component_like_any_other():
+  assert defaults(Retries) == {'count': 3, 'pause': 0.5}
+  assert describe_options(Retries)['count'] == 'How often it is tried again.'
+  table = ComponentTable('policy', 'retries', {'again': Retries})
+  made = table.build(ComponentCall('again', {'count': 5}))
+  assert made == Retries(count=5)
+  for options, message in (
+    ({'count': 0}, 'count=0 must be at least 1'),
+    ({'count': 1.5}, 'count=1.5: must be a whole number'),
+    ({'cuont': 2}, "no option 'cuont'. Did you mean 'count'"),
+  ):
+    with pytest.raises(ConfigError, match=message):
+      table.build(ComponentCall('again', options))
+
+
+def test_a_function_takes_the_options_that_it_passes_on():
+  class Scorer:
+    def __init__(self, model, *, pause: float = 2.0, votes: int = 1):
+      """Makes a scorer.
+
+      Args:
+        model: The model.
+        pause: Seconds between two votes.
+        votes: How often it is asked.
+      """
+      self.values = model, pause, votes
+
+  @takes_options_of(Scorer, Retries)
+  def scorer(model, *, own: str = '', **options):
+    """Makes a scorer.
+
+    Args:
+      model: The model.
+      own: An option of its own.
+      **options: Others.
+    """
+    return own, Scorer(model, **options).values
+
+  assert defaults(scorer) == {'own': '', 'pause': 2.0, 'votes': 1, 'count': 3}
+  notes = describe_options(scorer)
+  assert notes['pause'] == 'Seconds between two votes.'
+  assert notes['own'] == 'An option of its own.'
+  assert notes['count'] == 'How often it is tried again.'
+  assert scorer('m', votes=3) == ('', ('m', 2.0, 3))
+  with pytest.raises(ConfigError, match=r'votes=.two.: must be a whole number'):
+    check_options(scorer, {'votes': 'two'}, 'here')
+  with pytest.raises(ConfigError, match='There are: count, own, pause, votes'):
+    check_options(scorer, {'model': 'm'}, 'here')
 
 
 def test_private_parameters_are_not_options():

@@ -21,7 +21,7 @@ from jaxrl.rollout.queue.group_filters import GROUP_FILTERS
 from jaxrl.rollout.queue.reward_shaping import REWARD_SHAPERS
 from jaxrl.rollout.vllm import vllm_options
 from jaxrl.rollout.weights import weight_sync
-from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.rollout.weights.publisher import ObjectStoreOptions
 from jaxrl.training import staleness
 from jaxrl.user_code import import_object
 from launch.settings.cluster_settings import PLACEMENTS
@@ -121,7 +121,7 @@ def test_the_call_strings_of_algorithms_name_what_there_is():
 
 def test_the_call_strings_of_processes_name_what_there_is():
   known = {**PLACEMENTS, **weight_sync.SYNC_POLICIES, **staleness.STALENESS_POLICIES}
-  known |= {'jax': JaxEngine, 'object_store': WeightPublisher}
+  known |= {'jax': JaxEngine, 'object_store': ObjectStoreOptions}
   calls = listed_calls('Scaling')
   for call in calls:
     name, options = call.name, call.options

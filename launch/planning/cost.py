@@ -379,7 +379,7 @@ def estimate_publish(
     Bytes and seconds of one version.
   """
   transport, chip = run.settings.transport, target.chip
-  shapes, prefix = planned_run.served_params(run, transport.options.get('dtype')), ''
+  shapes, prefix = planned_run.served_params(run, transport.options.dtype), ''
   adapters = run.trained_shape.lora
   if adapters and adapters.transfer == 'adapters' and transport.name != 'inprocess':
     params = run.policy(run.trained_shape).params

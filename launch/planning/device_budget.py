@@ -4,12 +4,11 @@ import dataclasses
 
 from jax.sharding import Mesh
 
-from jaxrl.options import defaults
 from jaxrl.training.parallelism import device_memory
 from kernels.token_logprobs import kept_bytes_of
 from launch.planning.targets import CHIPS, GPUS_PER_NODE, Target
 from launch.runtime import placement
-from launch.settings.cluster_settings import split
+from launch.settings.cluster_settings import ColocatedOptions, SplitOptions
 from launch.settings.run_settings import RunSettings
 
 PREALLOCATED_FRACTION = 0.75  # of a GPU's memory, what JAX takes by default
@@ -49,16 +48,16 @@ def memory_budget(settings: RunSettings, target: Target) -> MemoryBudget:
   memory = target.chip.memory
   if target.chip.platform != 'cuda':
     return MemoryBudget(memory)
-  name = settings.placement.name
-  options = settings.placement.options
+  options = settings.placement
   if not settings.cluster.ray:
-    share = options['memory'] if name == 'colocated' else PREALLOCATED_FRACTION
+    if isinstance(options, ColocatedOptions):
+      return MemoryBudget(memory * options.memory)
     description = (
       "JAX's own share, unless --config.cluster.placement='colocated(memory=.9)'"
     )
-    return MemoryBudget(memory * share, 0.0, '' if name == 'colocated' else description)
-  if name == 'split' or (name == 'auto' and target.size > 1):
-    share = options.get('memory', defaults(split)['memory'])
+    return MemoryBudget(memory * PREALLOCATED_FRACTION, 0.0, description)
+  if isinstance(options, SplitOptions) or (options.name == 'auto' and target.size > 1):
+    share = getattr(options, 'memory', SplitOptions.memory)
     return MemoryBudget(memory * share, 0.0, 'engines have devices of their own')
   count = min(target.size, GPUS_PER_NODE)
   plan = placement.plan_placement(

@@ -7,6 +7,7 @@ the difference stands for each of the others of the kind.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -66,7 +67,7 @@ def plan_engine(run: PlannedRun) -> PlannedEngine:
   kind, options = settings.engine.kind, settings.engine.own_options
   length = options.get('max_length', settings.batch.max_length)
   dtype = settings.model.dtype
-  weights_dtype = settings.transport.options.get('dtype')
+  weights_dtype = settings.transport.options.dtype
   weights_format = settings.engine.weights_format
   if weights_format is None:
     weights_dtype = options.get('weights_dtype') or weights_dtype
@@ -248,7 +249,7 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
   )
   per_layer = (stacks[name] if name else stacks for name in layer_stack.stacks(shape))
   layouts |= {'layers': tuple(per_layer)}
-  params = jax.eval_shape(model.unstack, params)
+  params = jax.eval_shape(functools.partial(layer_stack.unstack, model.config), params)
   if engine.weights_format is not None:  # one device, as `JaxEngine` has it
     params = encoded_shapes(params, engine.weights_format)
     layouts = jax.tree.map(lambda _: replicated, params)

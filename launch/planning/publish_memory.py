@@ -9,7 +9,9 @@ import jax
 from jaxrl.models import hf_names, lora
 from jaxrl.models.decoding import eight_bit_weights
 from jaxrl.rollout.weights.direct_transfer import TransferOptions
+from jaxrl.rollout.weights.publisher import PublisherOptions
 from jaxrl.rollout.weights.snapshots import is_compared_on_device
+from jaxrl.rollout.weights.weight_store import WeightStoreOptions
 from jaxrl.training.learner import Learner
 from jaxrl.types import Params
 from kernels.block_rounding import BlockFormat
@@ -52,8 +54,8 @@ def pending_memory(run: PlannedRun, learner: Learner) -> dict[str, float]:
   published, memory = _published_shapes(run, learner), {}
   if count := PENDING_COPIES[style.wait_for]:
     memory['versions on their way'] = count * bytes_per_device(published)
-  if transport.options.get('on_device'):
-    cast = planned_run.cast_shapes(published, transport.options.get('dtype'))
+  if _finds_changes_on_device(transport.options):
+    cast = planned_run.cast_shapes(published, transport.options.dtype)
     compared = (
       x for x in jax.tree.leaves(cast) if is_compared_on_device(_shard_size(x), x.dtype)
     )
@@ -137,25 +139,26 @@ def _shard_size(x: jax.ShapeDtypeStruct) -> int:
   return math.prod(x.sharding.shard_shape(x.shape))
 
 
+def _finds_changes_on_device(options: WeightStoreOptions) -> bool:
+  return isinstance(options, PublisherOptions) and options.on_device
+
+
 def _copied_bytes(run: PlannedRun, learner: Learner) -> float:
   """Returns the bytes that a transport copies on a device before it sends anything."""
-  transport = run.settings.transport
-  dtype = transport.options.get('dtype')
+  transport, options = run.settings.transport, run.settings.transport.options
+  dtype = options.dtype
   published = planned_run.cast_shapes(_published_shapes(run, learner), dtype)
   if transport.name == 'inprocess':
     # A copy, and what the engine makes of it, beside what it serves yet.
     served = planned_run.served_params(run, dtype)
     form = run.settings.engine.weights_format
     return 2 * bytes_per_device(planned_run.encoded_shapes(served, form))
-  if transport.direct:
+  if isinstance(options, TransferOptions):
     width = jax.numpy.dtype(dtype or 'float32').itemsize
     largest = max(
       math.prod(tensor.shape) for tensor in hf_names.checkpoint_tensors(run.shape)
     )
-    return max(
-      transport.options.get('buffer_bytes', TransferOptions.buffer_bytes),
-      largest * width,
-    )
-  if transport.options.get('on_device'):  # a parameter at a time
+    return max(options.buffer_bytes, largest * width)
+  if _finds_changes_on_device(options):  # a parameter at a time
     return max(bytes_per_device(x) for x in jax.tree.leaves(published))
   return bytes_per_device(published)

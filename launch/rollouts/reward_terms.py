@@ -14,7 +14,7 @@ from typing import Any, Literal
 
 import jax
 
-from jaxrl.config import with_options_of
+from jaxrl.config import takes_options_of
 from jaxrl.data import hub
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.data.tokenizer import load_tokenizer
@@ -34,6 +34,7 @@ from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.rewards.judge_clients import (
   LocalJudgeClient,
   OpenAIJudgeClient,
+  ServedModelOptions,
   read_api_key,
   validate_judge_limits,
   validate_judge_url,
@@ -41,16 +42,17 @@ from jaxrl.rollout.rewards.judge_clients import (
 from jaxrl.rollout.rewards.llm_judge import LLMJudge
 from jaxrl.rollout.rewards.reward_model import RewardModel, RewardModelTerm
 from jaxrl.rollout.rewards.reward_pipeline import (
+  EnvRewardOptions,
   GraderReward,
   RewardPipeline,
   RewardTerm,
+  RewardTermOptions,
 )
 from jaxrl.types import Message, Params
 from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RewardTermSettings, RunSettings
 
 KEY = '--config.rollout.rewards'
-SERVED = ('env', 'judge', 'reward_model')
 Dtype = Literal['float32', 'bfloat16']
 Spawn = Callable[..., Any]  # makes an object of a class, or a handle of one elsewhere
 
@@ -209,105 +211,61 @@ def _make_pipeline(
     for term in term_settings:
       options = dict(term.options)
       if term.target == 'env':
-        check_options(_env, options, 'env')
+        check_options(EnvRewardOptions, options, 'env')
         env_weights.append(term.weight)
         continue
-      shared = {key: options.pop(key) for key in defaults(_any) if key in options}
-      check_options(_any, shared, term.target)
-      scorer = _make_scorer(term.target, options, spawn)
-      terms[term.name] = RewardTerm(
-        scorer, term.weight, shared.pop('otherwise', None), **shared
-      )
+      names = defaults(RewardTermOptions)
+      shared = {key: options.pop(key) for key in names if key in options}
+      check_options(RewardTermOptions, shared, term.target)
+      if make := REWARD_TERMS.get(term.target):
+        scorer = make(spawn, **options)
+      else:
+        part = composite.make_grader_part(term.target, options, list(REWARD_TERMS))
+        scorer = GraderReward(part)
+      terms[term.name] = RewardTerm(scorer, weight=term.weight, **shared)
     if len(env_weights) > 1:
       raise ConfigError("'env' is listed twice")
   return RewardPipeline(terms, *env_weights)
 
 
-def _env() -> None:
-  """Takes no option beside the weight."""
-
-
-def _any(
-  *, otherwise: float | None = None, step_end: str = '', gain: bool = False
-) -> None:
-  """Takes the options that every other term has beside its weight.
+@takes_options_of(
+  ServedModelOptions, LLMJudge, JudgeEngine, OpenAIJudgeClient, RewardTermOptions
+)
+def judge(spawn: Spawn, **options: Any) -> LLMJudge:
+  """Asks a model to rate an episode, on a scale that is mapped to [0, 1].
 
   Args:
-    otherwise: Score in place of a missing one; without it, the episode fails.
-    step_end: Text that ends a step of a reply: each step is scored, and rewarded where
-      it ends.
-    gain: Rewards a step with its score minus that of the step before.
+    spawn: Makes the judge's client.
+    **options: Where the judge is served and how, and what it is asked.
   """
+  return make_model_asker('judge', LLMJudge, options, spawn)
 
 
-def _served(
-  *, checkpoint: str = '', url: str = '', model: str = '', key_env: str = ''
-) -> None:
-  """Takes the options that say where a judge is served: a folder, or a server.
-
-  Args:
-    checkpoint: Folder of a model that the run serves itself.
-    url: Address of a server up to `/v1`, in place of a folder.
-    model: Name of the model on that server.
-    key_env: Environment variable that holds the server's key.
-  """
-
-
-def _weight(*, weight: float = 1.0) -> None:
-  """Takes the option that every term has.
-
-  Args:
-    weight: Factor of the score in the episode's reward.
-  """
-
-
-def env_reward() -> None:
-  """Counts the environment's own reward; without this term, its weight is 1."""
-
-
-def judge_reward() -> None:
-  """Asks a model to rate an episode, on a scale that is mapped to [0, 1]."""
-
-
-def reward_model_score(*, checkpoint: str = '') -> None:
+@takes_options_of(RewardModelEngine, RewardModelTerm, RewardTermOptions)
+def reward_model(
+  spawn: Spawn, *, checkpoint: str = '', **options: Any
+) -> RewardModelTerm:
   """Scores an episode by a reward model that the run serves.
 
   Args:
+    spawn: Makes the reward model.
     checkpoint: Folder of the reward model.
+    **options: How it is served.
   """
-
-
-def reward_terms() -> dict[str, Callable[..., None]]:
-  """Returns the terms of `rollout.rewards` beside graders, with all their options."""
-  judges = dict.fromkeys((_served, LLMJudge, JudgeEngine, OpenAIJudgeClient), ())
-  model = dict.fromkeys((RewardModelEngine, RewardModelTerm), ())
-  scored = dict.fromkeys((_weight, _any), ())
-  return {
-    'env': with_options_of(env_reward, {_weight: ()}),
-    'judge': with_options_of(judge_reward, {**judges, **scored}),
-    'reward_model': with_options_of(reward_model_score, {**model, **scored}),
-  }
-
-
-def _make_scorer(target: str, options: dict[str, Any], spawn: Spawn) -> Any:
-  if target == 'judge':
-    return _judge(options, spawn)
-  if target == 'reward_model':
-    where, served, term_options = _split(
-      target, options, RewardModelEngine, RewardModelTerm
+  options['checkpoint'] = checkpoint
+  where, served, term_options = _split(
+    'reward_model', options, RewardModelEngine, RewardModelTerm
+  )
+  if set(where) != {'checkpoint'} or not checkpoint:
+    raise ConfigError(
+      "reward_model: set checkpoint='FOLDER', and neither url nor model"
     )
-    if set(where) != {'checkpoint'}:
-      raise ConfigError(
-        "reward_model: set checkpoint='FOLDER', and neither url nor model"
-      )
-    folder = _folder(target, where['checkpoint'])
-    RewardModelTerm(None, **term_options)
-    return RewardModelTerm(spawn(RewardModelEngine, folder, **served), **term_options)
-  return GraderReward(composite.make_grader_part(target, options, SERVED))
+  folder = _folder('reward_model', checkpoint)
+  RewardModelTerm(None, **term_options)
+  return RewardModelTerm(spawn(RewardModelEngine, folder, **served), **term_options)
 
 
-def _judge(options: dict[str, Any], spawn: Spawn) -> LLMJudge:
-  return make_model_asker('judge', LLMJudge, options, spawn)
+REWARD_TERMS = {'env': EnvRewardOptions, 'judge': judge, 'reward_model': reward_model}
 
 
 def make_model_asker(
@@ -351,13 +309,14 @@ def _split(
 ) -> list[dict[str, Any]]:
   """Divides options into those that say where a part is served, and each maker's."""
   option_groups = []
-  for maker in (_served, *makers):
+  for maker in (ServedModelOptions, *makers):
     mine = {key: options.pop(key) for key in defaults(maker) if key in options}
     check_options(maker, mine, target)
     option_groups.append(mine)
   for key in options:
-    known = {name for maker in (_served, *makers, _any) for name in defaults(maker)}
-    raise unknown_name_error(key, known | {'weight'}, 'option', target)
+    takers = (ServedModelOptions, *makers, RewardTermOptions)
+    known = {name for maker in takers for name in defaults(maker)}
+    raise unknown_name_error(key, known, 'option', target)
   return option_groups
 
 

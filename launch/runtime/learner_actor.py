@@ -17,7 +17,7 @@ from jaxrl.rollout.weights.direct_transfer import (
   gather_hf_tensors,
   make_engine_caller,
 )
-from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.rollout.weights.publisher import PublisherOptions, WeightPublisher
 from jaxrl.rollout.weights.transport import Transport
 from jaxrl.rollout.weights.weight_store import cast_copy
 from jaxrl.training import batch_fields
@@ -224,12 +224,13 @@ class LearnerActor:
     """
     last_id = snapshot_id or max(self._snapshots, default=0)
     if self._publisher is None:
+      assert isinstance(transport.options, PublisherOptions)
       self._publisher = WeightPublisher(
         connect(),
         device_thread=self._device_thread,
         part=self._rank,
         parts=self._num_processes,
-        **transport.options,
+        options=transport.options,
       )
     await self._publisher.publish(version, await self._params(snapshot_id))
     self._snapshots = {i: copy for i, copy in self._snapshots.items() if i > last_id}

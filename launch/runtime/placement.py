@@ -10,10 +10,14 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.options import ConfigError, defaults
+from jaxrl.options import ConfigError
 from launch.settings.cluster_settings import PLACEMENT as KEY
-from launch.settings.cluster_settings import PLACEMENTS, split
-from launch.settings.run_settings import RunSettings
+from launch.settings.cluster_settings import (
+  AutoPlacementOptions,
+  ColocatedOptions,
+  SplitOptions,
+)
+from launch.settings.run_settings import PlacementOptions, RunSettings
 
 # The environment of processes that use no devices.
 NO_DEVICES_ENV = {'JAX_PLATFORMS': 'cpu', 'CUDA_VISIBLE_DEVICES': ''}
@@ -90,15 +94,15 @@ def single_process_env(settings: RunSettings) -> dict[str, str]:
     ConfigError: The placement needs several processes.
   """
   placement = settings.placement
-  options = placement.options
-  if options.get('learner'):
+  if not isinstance(placement, ColocatedOptions):
+    return {}
+  if placement.learner:
     raise ConfigError(
       f'{_where(settings)}: learner and engine share the memory of one '
       'process, so the option learner has no effect: leave it out, or set '
       '--config.cluster.ray=true'
     )
-  share = {'XLA_PYTHON_CLIENT_MEM_FRACTION': f'{options.get("memory", 1):g}'}
-  return share if placement.name == 'colocated' else {}
+  return {'XLA_PYTHON_CLIENT_MEM_FRACTION': f'{placement.memory:g}'}
 
 
 def plan_placement(
@@ -116,54 +120,50 @@ def plan_placement(
     ConfigError: The run does not fit on the machines.
   """
   placement = settings.placement
-  name, options = placement.name, dict(placement.options)
-  sleep = options.pop('sleep', False) and has_learner
+  sleep = placement.sleeps and has_learner
   kind, counts = 'GPU', [n.gpus for n in nodes if n.gpus]
   if not counts:
     kind, counts = 'TPU', [n.tpus for n in nodes if n.tpus]
   if sleep:
     _check_sleep(_where(settings), settings, kind if counts else 'CPU')
-    if options['learner']:
+    if isinstance(placement, ColocatedOptions) and placement.learner:
       raise ConfigError(
         f'{_where(settings)}: with sleep, learner and engine take turns with '
         'all of the memory, so the option learner has no effect: leave it out'
       )
   if not counts:
-    return _plan_cpu(settings, name if has_learner else 'auto', options)
+    return _plan_cpu(settings, placement if has_learner else AutoPlacementOptions())
   engine = _Engine.of(settings, kind)
   if not has_learner:
-    memory = options.get('memory', defaults(split)['memory'])
+    memory = getattr(placement, 'memory', SplitOptions.memory)
     return _plan_engines_only(settings, kind, counts, engine, memory)
-  if name == 'auto':
-    name = 'split' if sum(counts) > 1 else 'colocated'
-    options = defaults(PLACEMENTS[name])
-    options.pop('sleep', None)
-    if name == 'split':
+  if isinstance(placement, AutoPlacementOptions):
+    placement = ColocatedOptions()
+    if sum(counts) > 1:
       learners, devices = _whole_machines(
         counts, settings.cluster.num_engines, engine.size
       )
-      options['learners'], options['devices'] = learners, devices
-  if name == 'split':
-    return _plan_split(settings, kind, counts, engine, **options)
+      placement = SplitOptions(learners=learners, devices=devices)
+  if isinstance(placement, SplitOptions):
+    return _plan_split(settings, kind, counts, engine, placement)
+  assert isinstance(placement, ColocatedOptions)
   if kind == 'TPU':
     raise ConfigError(
       f'{_where(settings)}: a TPU can only be used by one process at a time: '
       'use split, or set --config.cluster.ray=false to have learner and '
       'engine in one process'
     )
-  return _plan_colocated(settings, counts, engine, sleep=sleep, **options)
+  return _plan_colocated(settings, counts, engine, placement)
 
 
-def _plan_cpu(
-  settings: RunSettings, name: str, options: Mapping[str, Any]
-) -> Placement:
+def _plan_cpu(settings: RunSettings, placement: PlacementOptions) -> Placement:
   """Plans for machines without accelerators, where there is no budget to keep."""
   engines = tuple(ActorResources() for _ in range(max(1, settings.cluster.num_engines)))
-  if name != 'split':
+  if not isinstance(placement, SplitOptions):
     return Placement(
       'auto', (), engines, description='CPU alone: there is no budget to keep'
     )
-  count, devices = options['learners'], options['devices']
+  count, devices = placement.learners, placement.devices
   env = {}
   if devices:
     flags = [
@@ -250,12 +250,10 @@ def _plan_split(
   kind: str,
   counts: Sequence[int],
   engine: _Engine,
-  *,
-  learners: int,
-  devices: int,
-  memory: float,
+  options: SplitOptions,
 ) -> Placement:
   where = _where(settings)
+  learners, devices, memory = options.learners, options.devices, options.memory
   engines = settings.cluster.num_engines
   total, largest = sum(counts), max(counts)
   if not devices:
@@ -308,12 +306,10 @@ def _plan_colocated(
   settings: RunSettings,
   counts: Sequence[int],
   engine: _Engine,
-  *,
-  memory: float,
-  learner: float,
-  sleep: bool,
+  options: ColocatedOptions,
 ) -> Placement:
   where = _where(settings)
+  memory, learner, sleep = options.memory, options.learner, options.sleep
   engines = _count_engines(settings, 'GPU', counts, engine)
   if sleep:
     learner, share = memory, engine.memory or memory

@@ -23,6 +23,7 @@ from jaxrl.rollout.weights.direct_transfer import (
   TransferOptions,
   TransferTarget,
 )
+from jaxrl.rollout.weights.publisher import ObjectStoreOptions
 from jaxrl.rollout.weights.transport import Transport
 from jaxrl.rollout.weights.verified_store import LoadCoordinator, VerifiedWeightStore
 from launch.learner.learner_factory import MakeLearners
@@ -67,7 +68,7 @@ class RayRuntime(Runtime):
   """
 
   def __init__(self, address: str = '', transport: WeightTransport | None = None):
-    super().__init__(transport or WeightTransport('object_store'))
+    super().__init__(transport or WeightTransport('object_store', ObjectStoreOptions()))
     self._channel: Transport | None = None
     self._ray = ray = _import_ray(address)
     self._options: dict[str, Any] = {'num_cpus': 0}
@@ -313,14 +314,13 @@ class RayRuntime(Runtime):
       )
       for engine, resources in zip(engines, self._group.placement.engines, strict=True)
     ]
-    options = dict(self._transport.options)
-    store_options = {k: options.pop(k) for k in ('patience',) if k in options}
+    options = self._transport.options
+    assert isinstance(options, TransferOptions)
     return DirectWeightStore(
       targets,
       self._transport.name,
-      TransferOptions(**options),
+      options,
       engine_lost_error=ActorError,
-      **store_options,
     )
 
   def num_workers(self, count: int) -> int:

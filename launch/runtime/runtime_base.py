@@ -4,15 +4,18 @@
 assembled by the same code in both cases.
 """
 
+import asyncio
 import functools
 import pathlib
+import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import ConfigError
 from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.router import EngineRouter
@@ -92,7 +95,7 @@ class Runtime:
     """Returns what brings weights to the engines."""
     if self._transport.name == 'inprocess':
       return InProcessWeightStore(
-        *engines, device_thread=device_thread, **self._transport.options
+        *engines, device_thread=device_thread, options=self._transport.options
       )
     # Imported here because weights within a process need no transport.
     from jaxrl.rollout.weights.verified_store import EngineWeightClient
@@ -199,3 +202,84 @@ async def supervise_run(runtime: Runtime, work: Awaitable[Any]) -> Any:
     if cause is error:
       raise
     raise cause from error
+
+
+class Restartable(Protocol):
+  """What `run_with_restarts` asks of a trainer.
+
+  Attributes:
+    restarts: How often this command has started the run anew, after losing actors.
+  """
+
+  restarts: int
+
+  async def train(self) -> bool:
+    """Trains to the end or until asked to stop; returns whether it reached the end."""
+    ...
+
+  def newest_checkpoint(self) -> tuple[str, int] | None:
+    """Returns the phase and step of the newest checkpoint; None before any."""
+    ...
+
+
+TrainerType = TypeVar('TrainerType', bound=Restartable)
+
+
+def run_with_restarts(
+  make_trainer: Callable[[], TrainerType],
+  warn: Callable[[str], None],
+  *,
+  max_restarts: int = 3,
+  pause: float = 10.0,
+) -> tuple[TrainerType, bool]:
+  """Trains, and starts anew from the newest checkpoint when an actor is lost.
+
+  A trainer that cannot be made again counts as lost too, and after a pause there is
+  another try: the config fitted the cluster, so it is the cluster that has changed.
+
+  Args:
+    make_trainer: Makes a trainer, whenever one is needed.
+    warn: Takes a line for the user about each restart.
+    max_restarts: Restarts in a row without a newer checkpoint.
+    pause: Seconds before another try to make a trainer.
+
+  Returns:
+    The trainer that came to its end, and whether training reached its end.
+
+  Raises:
+    ActorError: If an actor is lost too often, or before there is a checkpoint.
+  """
+  newest, restarts, total_restarts = None, 0, 0
+  while True:
+    trainer = None
+    try:
+      trainer = make_trainer()
+      trainer.restarts = total_restarts
+      return trainer, asyncio.run(trainer.train())
+    except Exception as error:
+      # Imported here because most runs lose no actor.
+      from launch.runtime.supervision import ActorError
+
+      if trainer is None:
+        if newest is None:
+          raise
+        checkpoint = newest
+      elif isinstance(error, ActorError):
+        checkpoint = trainer.newest_checkpoint()
+      else:
+        raise
+      restarts = 1 if checkpoint != newest else restarts + 1
+      total_restarts += 1
+      newest = checkpoint
+      if checkpoint is None or restarts > max_restarts:
+        if isinstance(error, ConfigError):  # not a mistake of the user's any more
+          raise ActorError(str(error)) from error
+        raise
+      phase, step = checkpoint
+      reason = str(error) if trainer is None else str(error).partition(',')[0]
+      warn(
+        f'{reason}: the run goes on from its newest checkpoint, {phase} {step} '
+        f'(resume {restarts} of {max_restarts})'
+      )
+    if trainer is None:
+      time.sleep(pause)

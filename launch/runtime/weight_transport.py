@@ -11,8 +11,9 @@ from typing import Any
 
 from jaxrl.device_thread import DeviceThread
 from jaxrl.options import ConfigError
-from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.rollout.weights.publisher import PublisherOptions, WeightPublisher
 from jaxrl.rollout.weights.transport import (
+  FolderOptions,
   FolderTransport,
   SharedMemoryTransport,
   Transport,
@@ -85,7 +86,8 @@ def open_transport(
     return object_store()
   if settings.name == 'shared_memory':
     return SharedMemoryTransport()
-  return FolderTransport(settings.folder, durable=settings.durable)
+  assert isinstance(settings.options, FolderOptions)
+  return FolderTransport(settings.options.folder, durable=settings.options.durable)
 
 
 def make_connector(transport: Transport) -> Callable[[], Transport]:
@@ -117,7 +119,8 @@ def make_store(
     engines: Handles with a method `pull`, as `EngineWeightClient` has it.
     device_thread: The thread on which snapshots are taken.
   """
+  assert isinstance(settings.options, PublisherOptions)
   publisher = WeightPublisher(
-    transport, device_thread=device_thread, **settings.options
+    transport, device_thread=device_thread, options=settings.options
   )
   return VerifiedWeightStore(publisher, LoadCoordinator(engines))

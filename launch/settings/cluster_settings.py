@@ -1,35 +1,51 @@
 """Parses `cluster.*` and `weight_sync.transport`: devices, and how weights travel."""
 
+import dataclasses
 import os
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
+from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import ComponentTable
-from jaxrl.config import with_options_of
 from jaxrl.models.lora import Lora
 from jaxrl.options import (
-  AT_LEAST_ONE,
-  NOT_NEGATIVE,
   ConfigError,
-  Range,
-  check_options,
-  option_ranges,
+  option,
   unknown_name_error,
 )
-from jaxrl.rollout.weights.weight_store import InProcessWeightStore
+from jaxrl.rollout.weights.weight_store import InProcessOptions, WeightStoreOptions
 from jaxrl.run_options import ClusterOptions, RunOptions
 from launch.settings.run_settings import (
   EngineSettings,
-  PlacementSettings,
+  PlacementOptions,
   WeightTransport,
 )
 
 WEIGHTS = '--config.weight_sync.transport'
 PLACEMENT = '--config.cluster.placement'
-DEVICE_SHARE = Range(0, 1, excludes_low=True)
 
 _GPU_TO_GPU = ('nccl', 'ipc')
 _NEEDS_RAY = ('object_store', 'shared_memory')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoTransportOptions(InProcessOptions):
+  """Takes `inprocess` in a single process, and `object_store` under Ray."""
+
+
+# By where they are, because weights within a process need none of the others.
+TRANSPORTS = ComponentTable(
+  'transport',
+  'weight_sync.transport',
+  {
+    'auto': AutoTransportOptions,
+    'inprocess': InProcessOptions,
+    'object_store': 'jaxrl.rollout.weights.publisher:ObjectStoreOptions',
+    'shared_memory': 'jaxrl.rollout.weights.publisher:SharedMemoryOptions',
+    'checkpoint': 'jaxrl.rollout.weights.publisher:SharedFolderOptions',
+    'nccl': 'jaxrl.rollout.weights.direct_transfer:NcclOptions',
+    'ipc': 'jaxrl.rollout.weights.direct_transfer:IpcOptions',
+  },
+)
 
 
 def make_transport(
@@ -48,16 +64,12 @@ def make_transport(
   """
   call, ray = run.weight_sync.transport, run.cluster.ray
   where = f'{WEIGHTS}={call}'
-  name, options = call.name, dict(call.options)
+  name = call.name
   if name not in TRANSPORTS:
     raise unknown_name_error(name, TRANSPORTS, 'transport', WEIGHTS)
-  folder = str(options.pop('folder', '')) if name == 'checkpoint' else ''
-  check_options(with_options_of(_no_options, _option_sources(name)), options, where)
-  _check_dtype(options.get('dtype'), where)
-  for option in ('keep', 'full_every', 'chunk_bytes', 'blob_bytes', 'buffer_bytes'):
-    if options.get(option, 1) < 1:
-      raise ConfigError(f'{where}: {option} must be at least 1')
-  problem = _process_problem(name, ray, folder)
+  options: Any = TRANSPORTS.build(call, where=where)
+  _check_dtype(options.dtype, where)
+  problem = _process_problem(name, ray, options)
   if not problem and name in _GPU_TO_GPU:
     problem = _gpu_problem(engine, check_machine)
   problem = problem or _adapter_problem(
@@ -67,37 +79,10 @@ def make_transport(
     raise ConfigError(f'{where}: {problem}')
   if name == 'auto':
     name = 'object_store' if ray else 'inprocess'
-  if name == 'shared_memory':
-    options['full_every'] = 1  # nothing travels, and what is whole is loaded as it lies
-  durable = options.pop('durable', True)
-  return WeightTransport(name, options, folder and os.path.abspath(folder), durable)
-
-
-def _option_sources(name: str) -> Mapping[Callable[..., Any], Sequence[str]]:
-  """Returns a transport's options, and whose signatures give their types."""
-  if name in ('auto', 'inprocess'):
-    return {InProcessWeightStore: ('dtype',)}
-  if name in _GPU_TO_GPU:
-    # Imported here, as below, because weights within a process need none of it.
-    from jaxrl.rollout.weights.direct_transfer import DirectWeightStore, TransferOptions
-
-    return {
-      DirectWeightStore: ('patience',),
-      TransferOptions: ('dtype', 'buffer_bytes'),
-    }
-  from jaxrl.rollout.weights.publisher import VersionWriter, WeightPublisher
-  from jaxrl.rollout.weights.transport import FolderTransport
-
-  writer_options = ('keep', 'chunk_bytes', 'blob_bytes', 'patience')
-  if name != 'shared_memory':
-    writer_options = (*writer_options, 'full_every')
-  sources: dict[Callable[..., Any], Sequence[str]] = {
-    WeightPublisher: ('dtype', 'on_device', 'tend'),
-    VersionWriter: writer_options,
-  }
+    options = TRANSPORTS.build(ComponentCall(name, call.options))
   if name == 'checkpoint':
-    sources[FolderTransport] = ('durable',)
-  return sources
+    options = options.replace(folder=os.path.abspath(options.folder))
+  return WeightTransport(name, options)
 
 
 def _check_dtype(dtype: str | None, where: str) -> None:
@@ -112,13 +97,13 @@ def _check_dtype(dtype: str | None, where: str) -> None:
     raise unknown_name_error(dtype, float_dtypes, 'dtype', where)
 
 
-def _process_problem(name: str, ray: bool, folder: str) -> str:
+def _process_problem(name: str, ray: bool, options: Any) -> str:
   """Says why these processes cannot use a transport; '' if they can."""
   if name == 'inprocess' and ray:
     return "Ray's engines are separate processes: use auto or object_store"
   if name in _NEEDS_RAY and not ray:
     return 'needs --config.cluster.ray=true; for a single process use auto'
-  if name == 'checkpoint' and not folder:
+  if name == 'checkpoint' and not options.folder:
     return 'needs a folder: checkpoint(folder="/path/that/all/engines/see")'
   if name in _GPU_TO_GPU and not ray:
     return 'needs --config.cluster.ray=true; for a single process use auto'
@@ -146,7 +131,7 @@ def _gpu_problem(engine: EngineSettings, check_machine: bool) -> str:
 
 
 def _adapter_problem(
-  name: str, options: Mapping[str, Any], adapters: Lora | None, adapters_text: str
+  name: str, options: WeightStoreOptions, adapters: Lora | None, adapters_text: str
 ) -> str:
   """Says why a transport cannot send adapters by themselves; '' if it need not."""
   if adapters is None or adapters.transfer == 'merged':
@@ -157,7 +142,7 @@ def _adapter_problem(
       f'writes every version in full, which excludes {lora_flag}: use '
       'object_store, or leave send out'
     )
-  if options.get('dtype'):
+  if options.dtype:
     return (
       f'dtype would round the adapters too ({lora_flag}): keep the base in bfloat16 by '
       "lora(base='bfloat16'), or leave send out"
@@ -165,111 +150,68 @@ def _adapter_problem(
   return ''
 
 
-def _no_options() -> None:
-  """Takes no options."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SplitOptions(PlacementOptions):
+  """Gives learner and engines devices of their own."""
+
+  name: ClassVar[str] = 'split'
+
+  learners: int = option(1, 'Processes of the learner, one a machine.', low=1)
+  devices: int = option(
+    0,
+    'Devices of each of them; 0 leaves the engines theirs and takes the rest, or half '
+    'if the number of engines is open.',
+    low=0,
+  )
+  memory: float = option(
+    0.9, 'Share of each device that whoever has it may take.', above=0, high=1
+  )
 
 
-def auto_transport() -> None:
-  """Takes `inprocess` in a single process, and `object_store` under Ray."""
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ColocatedOptions(PlacementOptions):
+  """Has learner and engines share the same devices."""
+
+  name: ClassVar[str] = 'colocated'
+
+  memory: float = option(
+    0.9, 'Share of each device that all of them may take together.', above=0, high=1
+  )
+  learner: float = option(
+    0.0, "The learner's part of that share; 0 takes what the engine leaves, or half."
+  )
+  sleep: bool = option(
+    False,
+    'They have all of it in turns: an engine has no cache while the learner trains, '
+    'and in processes of their own it keeps no weights there either, nor the learner '
+    'its state while the engine generates.',
+  )
+
+  @property
+  def sleeps(self) -> bool:
+    """Whether the engine gives up its cache while the learner trains."""
+    return self.sleep
 
 
-def inprocess() -> None:
-  """Passes the learner's arrays to the engine of the same process."""
-
-
-def object_store() -> None:
-  """Puts blobs into the object stores of Ray's nodes; a node fetches each once."""
-
-
-def shared_memory() -> None:
-  """Writes files in memory that all processes of one machine map; needs Ray."""
-
-
-def checkpoint(*, folder: str = '') -> None:
-  """Writes files into a folder that all processes share.
-
-  Args:
-    folder: The folder.
-  """
-
-
-def nccl() -> None:
-  """Sends from one of the learner's GPUs to the GPUs of all vLLM engines; needs Ray."""
-
-
-def ipc() -> None:
-  """Copies within a GPU, from the learner's memory into vLLM's; needs Ray."""
-
-
-TRANSPORTS = {
-  'auto': auto_transport,
-  'inprocess': inprocess,
-  'object_store': object_store,
-  'shared_memory': shared_memory,
-  'checkpoint': checkpoint,
-  'nccl': nccl,
-  'ipc': ipc,
-}
-
-
-def transports() -> dict[str, Callable[..., None]]:
-  """Returns the transports of weights by name, with all of their options."""
-  return {
-    name: with_options_of(function, _option_sources(name))
-    for name, function in TRANSPORTS.items()
-  }
-
-
-@option_ranges(learners=AT_LEAST_ONE, devices=NOT_NEGATIVE, memory=DEVICE_SHARE)
-def split(
-  *, learners: int = 1, devices: int = 0, memory: float = 0.9
-) -> PlacementSettings:
-  """Gives learner and engines devices of their own.
-
-  Args:
-    learners: Processes of the learner, one a machine.
-    devices: Devices of each of them; 0 leaves the engines theirs and takes the rest,
-      or half if the number of engines is open.
-    memory: Share of each device that whoever has it may take.
-  """
-  options = {'learners': learners, 'devices': devices, 'memory': memory}
-  return PlacementSettings('split', options)
-
-
-@option_ranges(memory=DEVICE_SHARE)
-def colocated(
-  *, memory: float = 0.9, learner: float = 0.0, sleep: bool = False
-) -> PlacementSettings:
-  """Has learner and engines share the same devices.
-
-  Args:
-    memory: Share of each device that all of them may take together.
-    learner: The learner's part of that share; 0 takes what the engine leaves, or half.
-    sleep: They have all of it in turns: an engine has no cache while the learner
-      trains. In processes of their own it keeps no weights there either, nor the
-      learner its state while the engine generates.
-  """
-  options = {'memory': memory, 'learner': learner, 'sleep': sleep}
-  return PlacementSettings('colocated', options)
-
-
-def auto() -> PlacementSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class AutoPlacementOptions(PlacementOptions):
   """Takes 'split' from two devices on, and 'colocated' on one.
 
   Where the learner's share is more than a machine has, it gets whole machines, with a
   process on each.
   """
-  return PlacementSettings('auto', {})
+
+  name: ClassVar[str] = 'auto'
 
 
 PLACEMENTS = ComponentTable(
   'placement',
   'cluster.placement',
-  {'auto': auto, 'split': split, 'colocated': colocated},
+  {'auto': AutoPlacementOptions, 'split': SplitOptions, 'colocated': ColocatedOptions},
 )
 
 
-def make_placement(cluster: ClusterOptions) -> PlacementSettings:
+def make_placement(cluster: ClusterOptions) -> PlacementOptions:
   """Returns the placement that a call such as `split(learners=2)` describes.
 
   Args:

@@ -215,9 +215,9 @@ def _aggregations() -> Components:
 
 
 def _stores() -> Components:
-  from jaxrl.data.store.store_options import reader_options
+  from jaxrl.data.store.store_options import ReaderOptions
 
-  return {'store': reader_options}
+  return {'store': ReaderOptions}
 
 
 def _presets() -> Components:
@@ -395,7 +395,7 @@ KINDS: tuple[ComponentKind, ...] = (
     'reward_term',
     ('rollout.rewards',),
     'what may stand in rollout.rewards beside graders',
-    lambda: import_object('launch.rollouts.reward_terms:reward_terms')(),
+    _table('launch.rollouts.reward_terms:REWARD_TERMS'),
   ),
   ComponentKind(
     'aggregation',
@@ -425,7 +425,7 @@ KINDS: tuple[ComponentKind, ...] = (
     'transport',
     ('weight_sync.transport',),
     'how new weights reach the engines',
-    lambda: import_object('launch.settings.cluster_settings:transports')(),
+    _table('launch.settings.cluster_settings:TRANSPORTS'),
   ),
   ComponentKind(
     'placement',

@@ -148,7 +148,7 @@ def _experience_store(text: str) -> store_options.ReaderOptions | None:
   if not text:
     return None
   return store_options.parse_store_options(
-    text, store_options.reader_options, 'dataset.experience_store'
+    text, store_options.ReaderOptions, 'dataset.experience_store'
   )
 
 

@@ -7,7 +7,7 @@ has to be parsed.
 import contextlib
 import dataclasses
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from ml_collections import ConfigDict
 
@@ -18,8 +18,9 @@ from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.store.store_options import ReaderOptions
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.models.exact_mode import Exact
-from jaxrl.options import error_prefix
+from jaxrl.options import Options, error_prefix
 from jaxrl.rollout.engine.engine_base import EngineTraits
+from jaxrl.rollout.weights.weight_store import InProcessOptions, WeightStoreOptions
 from jaxrl.run_options import EvalSetOptions, RunOptions, TagDatasetOptions
 from jaxrl.types import Algorithm
 
@@ -95,15 +96,11 @@ class WeightTransport:
 
   Attributes:
     name: Name of the transport, never 'auto'.
-    options: Options of whoever publishes.
-    folder: Folder of the transport 'checkpoint'.
-    durable: Whether that folder's files are flushed to disk.
+    options: Its options, an object of the class that `TRANSPORTS` has by this name.
   """
 
   name: str
-  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-  folder: str = ''
-  durable: bool = True
+  options: WeightStoreOptions = InProcessOptions()
 
   @property
   def direct(self) -> bool:
@@ -111,22 +108,20 @@ class WeightTransport:
     return self.name in ('nccl', 'ipc')
 
 
-@dataclasses.dataclass(frozen=True)
-class PlacementSettings:
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PlacementOptions(Options):
   """How learner and engines share the devices.
 
   Attributes:
     name: 'auto', 'split' or 'colocated'.
-    options: Options of that placement, defaults included.
   """
 
-  name: str
-  options: Mapping[str, Any]
+  name: ClassVar[str]
 
   @property
   def sleeps(self) -> bool:
     """Whether the engine gives up its cache while the learner trains."""
-    return self.options.get('sleep', False)
+    return False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -155,7 +150,7 @@ class RunSettings(RunOptions):
   engine: EngineSettings
   rewards: tuple[RewardTermSettings, ...]
   transport: WeightTransport
-  placement: PlacementSettings
+  placement: PlacementOptions
   tasks: Mapping[str, TagDatasetOptions]
   evaluations: Mapping[str, EvalSetSettings]
   chat: ChatOptions

@@ -27,7 +27,7 @@ from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker, partition_envs
 from jaxrl.rollout.queue.group_queue import GroupQueue
 from jaxrl.rollout.thread_pool import ThreadPool
-from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.publisher import VersionWriter, VersionWriterOptions
 from jaxrl.rollout.weights.snapshots import snapshot
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.rollout.weights.transport import FolderTransport
@@ -166,7 +166,10 @@ def engines() -> Panel:
   seconds, theory = [], []
   for count in ENGINES:
     with tempfile.TemporaryDirectory() as folder:
-      writer = VersionWriter(FolderTransport(folder, durable=False), full_every=1)
+      writer = VersionWriter(
+        FolderTransport(folder, durable=False),
+        options=VersionWriterOptions(full_every=1),
+      )
       readers = [
         VersionReader(FolderTransport(folder, durable=False)) for _ in range(count)
       ]

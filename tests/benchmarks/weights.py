@@ -18,7 +18,7 @@ import numpy as np
 from configs import quickstart
 from jaxrl.config import Config
 from jaxrl.device_thread import DeviceThread
-from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.publisher import VersionWriter, VersionWriterOptions
 from jaxrl.rollout.weights.snapshots import snapshot
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.rollout.weights.transport import SharedMemoryTransport, Transport
@@ -81,7 +81,10 @@ def _made_up(make: Callable[[], Transport], versions: int) -> dict[str, float]:
   params, channel = _model(draw), make()
   figures: dict[str, float] = {}
   full, delta = [], []
-  publisher, receiver = VersionWriter(channel, full_every=1000), VersionReader(channel)
+  publisher, receiver = (
+    VersionWriter(channel, options=VersionWriterOptions(full_every=1000)),
+    VersionReader(channel),
+  )
   for number in range(versions + 1):
     report = publisher.publish(number, snapshot(params))
     receiver.poll()

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import pytest
 from rich.console import Console
 
+from jaxrl.component_calls import ComponentCall
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models import huggingface, lora
 from jaxrl.options import ConfigError
@@ -31,6 +32,7 @@ from launch.planning import (
 from launch.planning import plan_table as tables
 from launch.planning.compiled_program import CompiledProgram
 from launch.settings import command_line
+from launch.settings.cluster_settings import TRANSPORTS
 from launch.settings.resolve import resolve_settings
 from launch.settings.run_settings import WeightTransport
 from tests.launch.test_planning import SMALL, model, small
@@ -202,7 +204,7 @@ def test_what_a_transport_copies_first(name, options, copied, monkeypatch):
   run = small()
   learner = learner_of(run, data=1, fsdp=2)
   sizes = [publish_memory._shard_size(x) for x in jax.tree.leaves(learner.params)]
-  transport = WeightTransport(name, options)
+  transport = WeightTransport(name, TRANSPORTS.build(ComponentCall(name, options)))
   run = dataclasses.replace(run, settings=run.settings.replace(transport=transport))
   memory = publish_memory.publishing_memory(run, learner, None)
   assert memory == {'gradients': 0.0, 'temporaries': copied(sizes)}

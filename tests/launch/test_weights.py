@@ -14,6 +14,11 @@ from jaxrl import model_loading
 from jaxrl.models import lora
 from jaxrl.options import ConfigError
 from jaxrl.rollout.vllm import vllm_options
+from jaxrl.rollout.weights.publisher import (
+  ObjectStoreOptions,
+  SharedFolderOptions,
+  SharedMemoryOptions,
+)
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.rollout.weights.transport import FolderTransport, SharedMemoryTransport
 from launch.runtime import placement, weight_transport
@@ -35,31 +40,33 @@ def plan(text, ray=True, lora=''):
 def test_auto_is_what_fits():
   assert plan('auto', ray=False) == plan('inprocess', ray=False)
   assert plan('auto') == plan('object_store')
-  assert plan('auto').options == {}  # so the learner's own dtype
+  assert plan('auto').options == ObjectStoreOptions()  # so the learner's own dtype
   text = '(dtype="bfloat16")'
   assert plan('auto' + text) == plan('object_store' + text)
 
 
 def test_what_is_shared_is_never_a_difference():
-  assert plan('shared_memory(keep=3)').options == {'keep': 3, 'full_every': 1}
+  options = plan('shared_memory(keep=3)').options
+  assert options == SharedMemoryOptions(keep=3) and options.full_every == 1
 
 
 def test_options_are_those_of_whoever_takes_them(tmp_path, monkeypatch):
   text = "object_store(dtype='bfloat16', full_every=8, patience=3, keep=1)"
-  wanted = {'dtype': 'bfloat16', 'full_every': 8, 'patience': 3, 'keep': 1}
+  wanted = ObjectStoreOptions(dtype='bfloat16', full_every=8, patience=3, keep=1)
   assert plan(text).options == wanted
   monkeypatch.chdir(tmp_path)
   transport_plan = plan(
     "checkpoint(folder='w', durable=False, dtype='float16')", ray=False
   )
-  assert transport_plan.options == {'dtype': 'float16'} and not transport_plan.durable
-  assert transport_plan.folder == str(tmp_path / 'w')
+  assert transport_plan.options == SharedFolderOptions(
+    folder=str(tmp_path / 'w'), durable=False, dtype='float16'
+  )
 
 
 REFUSED = {
   'objct_store': "Did you mean 'object_store'",
   'object_store(fullevery=3)': "no option 'fullevery'. Did you mean 'full_every'",
-  'object_store(keep=0)': 'keep must be at least 1',
+  'object_store(keep=0)': 'keep=0 must be at least 1',
   'object_store(keep="two")': 'must be a whole number',
   "shared_memory(dtype='bfloat8')": "Did you mean 'bfloat16'",
   "shared_memory(dtype='int8')": "no dtype 'int8'",
@@ -67,7 +74,7 @@ REFUSED = {
   'object_store(part=1)': "no option 'part'",
   'inprocess': 'use auto or object_store',
   'checkpoint': 'needs a folder',
-  'nccl(buffer_bytes=0)': 'buffer_bytes must be at least 1',
+  'nccl(buffer_bytes=0)': 'buffer_bytes=0 must be at least 1',
   'shared_memory(full_every=2)': "no option 'full_every'",
   'ipc(keep=2)': "no option 'keep'",
   'ipc(dtype="bfloat8")': "Did you mean 'bfloat16'",

@@ -117,7 +117,7 @@ async def test_what_comes_after_the_episode_rewards_its_last_reply():
     return RewardOutput(3.0)
 
   context = world(says('ab' + END), agent=f'{CASES}:branches')
-  rewards = RewardPipeline({'word': RewardTerm(word, 2.0)}, env_weight=0.5)
+  rewards = RewardPipeline({'word': RewardTerm(word, weight=2.0)}, env_weight=0.5)
   context = dataclasses.replace(context, rewards=rewards)
   rows = await make_env_manager(context, **OPTIONS).play_episode(
     EpisodeLease(0, 2, 0, 0, 0), base_seed=10

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec, SingleDeviceSharding
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.rollout.weights.weight_store import InProcessWeightStore
+from jaxrl.rollout.weights.weight_store import InProcessOptions, InProcessWeightStore
 
 
 @pytest.fixture
@@ -86,7 +86,9 @@ async def test_versions_must_rise(device_thread, version):
 
 
 async def test_floating_point_is_cast_and_the_rest_kept(device_thread):
-  store = InProcessWeightStore(device_thread=device_thread, dtype='bfloat16')
+  store = InProcessWeightStore(
+    device_thread=device_thread, options=InProcessOptions(dtype='bfloat16')
+  )
   await store.publish(0, params())
   _, copy = await store.fetch()
   assert copy['b'].dtype == jnp.bfloat16 and copy['n'].dtype == jnp.int32

@@ -49,9 +49,8 @@ class DumpOptions(Options):
     """The experience store that `path` names; None for anything else."""
     if not store_options.is_store_path(self.path):
       return None
-    make_options = store_options.writer_options
     return store_options.parse_store_options(
-      self.path, make_options, 'trajectory_dump.path'
+      self.path, store_options.WriterOptions, 'trajectory_dump.path'
     )
 
   @functools.cached_property

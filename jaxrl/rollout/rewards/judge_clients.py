@@ -1,6 +1,7 @@
 """Judge clients ask a judge model: a local engine, or an OpenAI-compatible server."""
 
 import asyncio
+import dataclasses
 import json
 import os
 from collections.abc import Sequence
@@ -8,6 +9,7 @@ from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
+from jaxrl.options import Options, option
 from jaxrl.rollout.engine.resumable_generation import (
   generate_or_abort,
   generate_with_resume,
@@ -18,6 +20,16 @@ from jaxrl.types import Completion, Message, RolloutEngine, SamplingParams
 _MAX_RESPONSE_BYTES = 4 << 20
 # HTTP statuses worth another try, besides 500 and above.
 _RETRY_STATUSES = (408, 409, 425, 429)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServedModelOptions(Options):
+  """Where a model of fixed weights is served: by the run, or by a server."""
+
+  checkpoint: str = option('', 'Folder of a model that the run serves itself.')
+  url: str = option('', 'Address of a server up to `/v1`, in place of a folder.')
+  model: str = option('', 'Name of the model on that server.')
+  key_env: str = option('', "Environment variable that holds the server's key.")
 
 
 class LocalJudgeClient:

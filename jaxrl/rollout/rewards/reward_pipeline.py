@@ -19,6 +19,7 @@ from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders import rule_graders
 from jaxrl.envs.graders.grader_processes import GraderFailure
+from jaxrl.options import Options, option
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.thread_pool import ThreadPool
 from jaxrl.types import MAX_REWARD_TERMS, Message
@@ -128,31 +129,48 @@ class GraderReward:
     return RewardOutput(score)
 
 
-@dataclasses.dataclass(frozen=True)
-class RewardTerm:
-  """Weighs one reward function.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EnvRewardOptions(Options):
+  """Counts the environment's own reward; without this term, its weight is 1."""
 
-  Attributes:
-    function: The reward function.
-    weight: Multiplies its score.
-    fallback: The score in place of a missing one. With None, a missing score makes the
-      episode a failure.
-    step_end: What ends a step within a reply, such as two newlines. The function then
-      scores the conversation up to the end of each step of each reply, and the step's
-      last token has its reward. '' scores the whole episode.
-    gain: Whether a step is rewarded with its score minus that of the step before.
-  """
+  weight: float = option(1.0, "Factor of the score in the episode's reward.")
 
-  function: RewardFunction
-  weight: float = 1.0
-  fallback: float | None = None
-  step_end: str = ''
-  gain: bool = False
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RewardTermOptions(EnvRewardOptions):
+  """How a score becomes a reward."""
+
+  otherwise: float | None = option(
+    None, 'Score in place of a missing one; without it, the episode fails.'
+  )
+  step_end: str = option(
+    '',
+    'Text that ends a step of a reply: each step is scored, and rewarded where it '
+    'ends.',
+  )
+  gain: bool = option(
+    False, 'Rewards a step with its score minus that of the step before.'
+  )
 
   def __post_init__(self):
     """Refuses a gain without steps."""
+    super().__post_init__()
     if self.gain and not self.step_end:
       raise ValueError('gain=True rewards steps, and needs step_end')
+
+
+@dataclasses.dataclass(frozen=True)
+class RewardTerm(RewardTermOptions):
+  """Weighs one reward function.
+
+  With `step_end`, such as two newlines, the function scores the conversation up to the
+  end of each step of each reply, and the step's last token has its reward.
+
+  Attributes:
+    function: The reward function.
+  """
+
+  function: RewardFunction
 
 
 @dataclasses.dataclass(frozen=True)
@@ -185,7 +203,7 @@ class RewardPipeline:
     It records the metrics reward/<term>, the score; reward/<term>/faults, 1 where the
     function reported an error; and reward/env, the environment's own reward. A term
     that scores steps has reward/<term>, the sum of what they are rewarded with, and
-    reward/<term>/steps, their number. If a score is missing and has no fallback, the
+    reward/<term>/steps, their number. If a score is missing and nothing stands in, the
     episode ends as `reward_failed`, unfit for training.
 
     Args:
@@ -215,7 +233,7 @@ class RewardPipeline:
     for (term_name, term), (output, of_steps) in zip(
       self.terms.items(), outputs, strict=True
     ):
-      score = term.fallback if output.score is None else output.score
+      score = term.otherwise if output.score is None else output.score
       _record_output(cache, term_name, score, output)
       if score is None:
         missing.append(f'{term_name}: {output.error}')
@@ -270,7 +288,7 @@ async def _score_steps(
   outputs = await asyncio.gather(*(_call_safely(term.function, s) for s in steps))
   error = next((output.error for output in outputs if output.error), '')
   scores = [
-    term.fallback if output.score is None else output.score for output in outputs
+    term.otherwise if output.score is None else output.score for output in outputs
   ]
   known = [score for score in scores if score is not None]
   if len(known) < len(scores):

@@ -42,7 +42,7 @@ from jaxrl.rollout.vllm.vllm_worker import (
   TRANSFER_BACKENDS,
   WorkerExtension,
 )
-from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.publisher import VersionWriter, VersionWriterOptions
 from jaxrl.rollout.weights.snapshots import snapshot
 from jaxrl.rollout.weights.transport import SharedMemoryTransport, WeightsError
 from jaxrl.types import Params, SamplingParams
@@ -245,7 +245,8 @@ class VllmEngine(EngineBase):
     """
     if self._local_channel is None:
       memory = SharedMemoryTransport()
-      self._local_channel = memory, VersionWriter(memory, keep=1)
+      options = VersionWriterOptions(keep=1)
+      self._local_channel = memory, VersionWriter(memory, options=options)
       await self.connect(memory.address)
     writer = self._local_channel[1]
     is_repeated = writer.version == version  # the caller doubts what came before

@@ -22,9 +22,10 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding
 from jaxrl.models import hf_names
 from jaxrl.models.hf_names import CheckpointTensor, FusedTensor
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.options import option
 from jaxrl.rollout.engine.actor_proxy import EngineDeadError, maybe_await
 from jaxrl.rollout.weights.transport import WeightsError
-from jaxrl.rollout.weights.weight_store import check_version_rises
+from jaxrl.rollout.weights.weight_store import WeightStoreOptions, check_version_rises
 from jaxrl.types import Params
 
 log = logging.getLogger(__name__)
@@ -34,16 +35,25 @@ EngineCaller = Callable[[Sequence[Any], str, Sequence[tuple[Any, ...]]], list[An
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class TransferOptions:
-  """How weights are sent.
+class TransferOptions(WeightStoreOptions):
+  """How weights are sent."""
 
-  Attributes:
-    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
-    buffer_bytes: Bytes sent at once, or the largest tensor where that is more.
-  """
+  patience: float = option(600.0, 'Seconds that a version may take.')
+  buffer_bytes: int = option(
+    256 << 20,
+    'Bytes sent at once, or the largest tensor where that is more.',
+    low=1,
+  )
 
-  dtype: str | None = None
-  buffer_bytes: int = 256 << 20
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class NcclOptions(TransferOptions):
+  """Sends from one of the learner's GPUs to the GPUs of all vLLM engines; needs Ray."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class IpcOptions(TransferOptions):
+  """Copies within a GPU, from the learner's memory into vLLM's; needs Ray."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +98,6 @@ class DirectWeightStore:
     targets: All engines.
     backend: 'ipc' or 'nccl'.
     options: How weights are sent.
-    patience: Seconds that a version may take.
     engine_lost_error: Raised when an engine is lost while a version is sent.
 
   Attributes:
@@ -101,13 +110,11 @@ class DirectWeightStore:
     backend: str,
     options: TransferOptions,
     *,
-    patience: float = 600.0,
     engine_lost_error: Callable[[str], Exception] = WeightsError,
   ):
     self._targets = targets
     self._backend = backend
     self._options = options
-    self._patience = patience
     self._engine_lost_error = engine_lost_error
     self._lock = asyncio.Lock()
     self._newest: Any = None
@@ -184,10 +191,10 @@ class DirectWeightStore:
   ) -> TransferReport:
     push = self._newest.push(version, targets, self._backend, self._options)
     try:
-      async with asyncio.timeout(self._patience):
+      async with asyncio.timeout(self._options.patience):
         return await push
     except TimeoutError:
-      reason = f'not all engines had it within {self._patience:g} s'
+      reason = f'not all engines had it within {self._options.patience:g} s'
     except EngineDeadError as error:
       reason = str(error)
     raise self._engine_lost_error(
@@ -198,7 +205,7 @@ class DirectWeightStore:
   async def _is_alive(self, index: int) -> bool:
     """Returns whether an engine answers, before others wait for it."""
     try:
-      await maybe_await(self._targets[index].engine.health(self._patience))
+      await maybe_await(self._targets[index].engine.health(self._options.patience))
     except EngineDeadError:
       message = 'engine %d of %d gets no weights: it is gone'
       log.warning(message, index + 1, len(self._targets))

@@ -19,10 +19,10 @@ import secrets
 import threading
 import time
 from collections.abc import Sequence
-from typing import Any
 
 from jaxrl import spans
 from jaxrl.device_thread import DeviceThread, cpu_count
+from jaxrl.options import Options, option
 from jaxrl.rollout.weights.delta_encoding import (
   BaseVersion,
   EncodedChunk,
@@ -51,19 +51,17 @@ from jaxrl.rollout.weights.snapshots import DeviceDeltaSnapshot, FrozenBaseSnaps
 from jaxrl.rollout.weights.subscriber import WeightSubscriber
 from jaxrl.rollout.weights.transport import (
   Buffer,
+  FolderOptions,
   SharedMemoryTransport,
   Transport,
   WeightsError,
 )
-from jaxrl.rollout.weights.weight_store import check_version_rises
+from jaxrl.rollout.weights.weight_store import WeightStoreOptions, check_version_rises
 from jaxrl.types import Params
 
 log = logging.getLogger(__name__)
 
-CHUNK_BYTES = 4 << 20
-BLOB_BYTES = 16 << 20
 MAX_CHAIN_SHARE = 0.5  # of the full bytes, that a late joiner reads in deltas at most
-REPAIR_INTERVAL_S = 0.05  # between two looks for what readers miss
 PEER_POLL_INTERVAL_S = 0.01
 PEER_TIMEOUT_S = 60.0  # that the other processes of a learner may be behind
 
@@ -98,6 +96,27 @@ class PublishReport:
   wait_s: float
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class VersionWriterOptions(Options):
+  """How versions are encoded, and how long they are kept."""
+
+  keep: int = option(
+    2,
+    'Number of newest versions that are kept, beside the newest full one and all after '
+    'it.',
+    low=1,
+  )
+  chunk_bytes: int = option(4 << 20, 'The most bytes of a chunk.', low=1)
+  blob_bytes: int = option(16 << 20, 'The most bytes of a blob.', low=1)
+  patience: float = option(10.0, 'Seconds that a silent reader is waited for.')
+  full_every: int = option(
+    32,
+    'Number of versions after which one is written in full again, since differences '
+    'have to be put together before they can be loaded; 1 writes no differences.',
+    low=1,
+  )
+
+
 class VersionWriter:
   """Writes the part of every version that one process of the learner holds.
 
@@ -105,43 +124,24 @@ class VersionWriter:
 
   Args:
     transport: Where versions are written.
+    options: How they are encoded, and how long they are kept.
     part: Number of the process.
-    keep: Number of newest versions that are kept. The newest full version and all after
-      it are kept as well.
-    chunk_bytes: The most bytes of a chunk.
-    blob_bytes: The most bytes of a blob.
-    full_every: Number of versions after which one is written in full again. 1: no
-      version is written as a difference. Differences save bytes on the way, but have to
-      be put together before they can be loaded.
-    patience: Seconds that a silent reader is waited for.
     threads: Number of encoding threads; by default up to 4.
-
-  Raises:
-    ValueError: `keep` or `full_every` is less than 1.
   """
 
   def __init__(
     self,
     transport: Transport,
     *,
+    options: VersionWriterOptions = VersionWriterOptions(),
     part: int = 0,
-    keep: int = 2,
-    chunk_bytes: int = CHUNK_BYTES,
-    blob_bytes: int = BLOB_BYTES,
-    full_every: int = 32,
-    patience: float = 10.0,
     threads: int | None = None,
   ):
-    if keep < 1 or full_every < 1:
-      raise ValueError(f'keep={keep} and full_every={full_every} must be at least 1')
     self._transport = transport
+    self._options = options
     self._part = part
-    self._keep = keep
-    self._chunk_bytes = chunk_bytes
-    self._blob_bytes = blob_bytes
-    self._full_every = full_every
     self._writer_id = secrets.token_hex(8)
-    self._readers = ReaderRegistry(transport, part, patience)
+    self._readers = ReaderRegistry(transport, part, options.patience)
     self._lock = threading.Lock()
     num_threads = threads or min(4, cpu_count())
     self._pool = concurrent.futures.ThreadPoolExecutor(num_threads, 'weights')
@@ -184,17 +184,17 @@ class VersionWriter:
       if self._newest is None and isinstance(self._transport, SharedMemoryTransport):
         # Those kept and the one being written: checked now, not when some are written.
         size = sum(shard.bits.nbytes for shard in shards)
-        self._transport.require((self._keep + 1) * size)
+        self._transport.require((self._options.keep + 1) * size)
       start_time = time.perf_counter()
       while self._delete_old():
         self._repair_missing()
         time.sleep(0.002)
       encode_time = time.perf_counter()
-      layout = plan_chunks(shards, self._chunk_bytes)
+      layout = plan_chunks(shards, self._options.chunk_bytes)
       base = self._newest
       if base is not None and base.manifest.chunk_layout() != layout:
         base = None
-      always_full = self._full_every == 1
+      always_full = self._options.full_every == 1
       encoded = encode_chunks(
         shards, layout, base, self._pool.map, always_full=always_full
       )
@@ -263,7 +263,7 @@ class VersionWriter:
 
     def should_write_full(delta_bytes: int) -> bool:
       num_since_full = len([v for v in self._stored if v > self._newest_full])
-      if num_since_full + 1 >= self._full_every:
+      if num_since_full + 1 >= self._options.full_every:
         return True
       return self._chain_bytes + delta_bytes > MAX_CHAIN_SHARE * full_bytes
 
@@ -275,7 +275,7 @@ class VersionWriter:
         regions=[shard.region for shard in shards],
         should_write_full=should_write_full,
         put=put,
-        blob_bytes=self._blob_bytes,
+        blob_bytes=self._options.blob_bytes,
         contiguous=self._transport.mapped,
       )
       data = manifest.encode()
@@ -306,7 +306,7 @@ class VersionWriter:
 
   def _delete_old(self) -> list[int]:
     """Deletes the versions that nobody needs; returns those still being read."""
-    oldest_kept = min([self._newest_full, *sorted(self._stored)[-self._keep :]])
+    oldest_kept = min([self._newest_full, *sorted(self._stored)[-self._options.keep :]])
     old = [version for version in self._stored if version < oldest_kept]
     if old:
       statuses = self._readers.living_readers().values()
@@ -353,12 +353,44 @@ class VersionWriter:
     region, chunks = manifest.regions[index[0]]
     chunk = chunks[index[1]]
     bits = shards[index[0]].bits[chunk.start : chunk.start + chunk.count]
-    packer = BlobPacker(self._blob_bytes)
+    packer = BlobPacker(self._options.blob_bytes)
     packer.add(chunk_label(region, chunk.start), region, RAW, bits, chunk.digest)
     _, data = packer.finish() or (0, [])
     key = repair_key(self._part, self._writer_id, manifest.version, index)
     self._stored[manifest.version][key] = None
     self._transport.put(key, *data)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PublisherOptions(VersionWriterOptions, WeightStoreOptions):
+  """How a learner publishes its weights for other processes."""
+
+  on_device: bool = option(
+    False,
+    'Find changes on the devices, with `DeviceDeltaSnapshot`, and copy only those to '
+    'the host; another copy of the weights stays on the devices.',
+  )
+  tend: float = option(0.05, 'Seconds between two looks for what readers miss.')
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ObjectStoreOptions(PublisherOptions):
+  """Puts blobs into the object stores of Ray's nodes; a node fetches each once."""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedMemoryOptions(PublisherOptions):
+  """Writes files in memory that all processes of one machine map; needs Ray."""
+
+  # Nothing travels, and what is whole is loaded as it lies.
+  full_every: int = dataclasses.field(
+    default=1, init=False, metadata={'doc': 'Every version is written in full.'}
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SharedFolderOptions(FolderOptions, PublisherOptions):
+  """Writes files into a folder that all processes share."""
 
 
 class WeightPublisher:
@@ -370,13 +402,10 @@ class WeightPublisher:
   Args:
     transport: Where versions are written.
     device_thread: The thread on which snapshots are taken.
-    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
-    on_device: Find changes on the devices, with `DeviceDeltaSnapshot`, and copy only
-      those to the host. Another copy of the weights stays on the devices.
+    options: How they are published.
     part: Number of this process of the learner.
     parts: Number of the learner's processes.
-    tend: Seconds between two looks for what readers miss.
-    **options: Options of `VersionWriter`.
+    threads: As `VersionWriter` has it.
 
   Attributes:
     report: What the newest version took; None before the first.
@@ -387,21 +416,19 @@ class WeightPublisher:
     transport: Transport,
     *,
     device_thread: DeviceThread,
-    dtype: str | None = None,
-    on_device: bool = False,
+    options: PublisherOptions = PublisherOptions(),
     part: int = 0,
     parts: int = 1,
-    tend: float = REPAIR_INTERVAL_S,
-    **options: Any,
+    threads: int | None = None,
   ):
     self._device_thread = device_thread
-    snapshots = DeviceDeltaSnapshot(dtype) if on_device else FrozenBaseSnapshot(dtype)
-    self._snapshot = snapshots.snapshot
-    self._writer = VersionWriter(transport, part=part, **options)
+    snapshots = DeviceDeltaSnapshot if options.on_device else FrozenBaseSnapshot
+    self._snapshot = snapshots(options.dtype).snapshot
+    self._writer = VersionWriter(transport, options=options, part=part, threads=threads)
     self._transport = transport
     self._part = part
     self._parts = parts
-    self._repair_interval_s = tend
+    self._repair_interval_s = options.tend
     self._subscriber: WeightSubscriber | None = None
     self._repair_task: asyncio.Task[None] | None = None
     self.report: PublishReport | None = None

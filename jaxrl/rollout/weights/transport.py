@@ -6,6 +6,7 @@ Ray runtime.
 """
 
 import contextlib
+import dataclasses
 import fcntl
 import mmap
 import os
@@ -18,6 +19,8 @@ import tempfile
 import time
 import weakref
 from typing import Protocol
+
+from jaxrl.options import Options, option
 
 Buffer = bytes | memoryview  # of bytes
 
@@ -72,6 +75,16 @@ class Transport(Protocol):
     ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class FolderOptions(Options):
+  """Where a folder of versions is, and what may happen to it."""
+
+  folder: str = option('', 'The folder.')
+  durable: bool = option(
+    True, 'Whether every file must have reached the disk before `put` returns.'
+  )
+
+
 class FolderTransport:
   """Stores each name as a file in a folder.
 
@@ -80,7 +93,7 @@ class FolderTransport:
 
   Args:
     path: The folder.
-    durable: Whether every file must have reached the disk before `put` returns.
+    durable: As in `FolderOptions`.
     make: Whether to create the folder. Those who only join pass False.
 
   Raises:
@@ -90,7 +103,11 @@ class FolderTransport:
   mapped = False  # a file that is deleted may take its pages with it, e.g. on NFS
 
   def __init__(
-    self, path: str | os.PathLike[str], *, durable: bool = True, make: bool = True
+    self,
+    path: str | os.PathLike[str],
+    *,
+    durable: bool = FolderOptions.durable,
+    make: bool = True,
   ):
     self.path = pathlib.Path(path).absolute()
     self.durable = durable

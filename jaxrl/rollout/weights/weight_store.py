@@ -5,6 +5,7 @@ arrays to the next train step at once, and engines use the copy without copying 
 """
 
 import asyncio
+import dataclasses
 import functools
 from typing import Protocol
 
@@ -12,6 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.device_thread import DeviceThread
+from jaxrl.options import Options, option
 from jaxrl.types import Params, RolloutEngine
 
 
@@ -39,6 +41,20 @@ class WeightStore(Protocol):
     ...
 
 
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class WeightStoreOptions(Options):
+  """What every weight store can be told."""
+
+  dtype: str | None = option(
+    None, 'Floating-point arrays are cast to it; None keeps the dtype of each.'
+  )
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class InProcessOptions(WeightStoreOptions):
+  """Passes the learner's arrays to the engine of the same process."""
+
+
 class InProcessWeightStore:
   """A `WeightStore` for a learner and engines that share a process.
 
@@ -47,7 +63,7 @@ class InProcessWeightStore:
       without engines keeps the newest version for `fetch`; one with engines does not,
       because they hold what they need of it in a layout of their own.
     device_thread: The thread on which copies are made.
-    dtype: Floating-point arrays are cast to it; None keeps the dtype of each.
+    options: How copies are made.
     sharding: Where copies are placed, one sharding or a tree of them; None keeps the
       sharding of each array.
   """
@@ -56,12 +72,12 @@ class InProcessWeightStore:
     self,
     *engines: RolloutEngine,
     device_thread: DeviceThread,
-    dtype: str | None = None,
+    options: WeightStoreOptions = InProcessOptions(),
     sharding: jax.sharding.Sharding | Params | None = None,
   ):
     self._engines = engines
     self._device_thread = device_thread
-    self._dtype = dtype
+    self._dtype = options.dtype
     self._sharding = sharding
     self._version: int | None = None
     self._newest: Params | None = None

@@ -211,7 +211,7 @@ def test_several_explorers_write_at_once(tmp_path):
 @pytest.mark.parametrize(
   'text, message',
   [
-    ('store(url="sqlite:////x.db", uses=0)', 'uses=0: must be at least 1'),
+    ('store(url="sqlite:////x.db", uses=0)', 'uses=0 must be at least 1'),
     ('store(url="sqlite:////x.db", use=1)', "Did you mean 'uses'"),
     ('store(uses=2)', 'name the store'),
     ('stor(uses=2)', "Did you mean 'store'"),
@@ -222,7 +222,7 @@ def test_several_explorers_write_at_once(tmp_path):
 def test_wrong_call_strings_are_told(text, message):
   where = r'dataset\.experience_store='
   with pytest.raises(ConfigError, match=where) as error:
-    parse_store_options(text, store_options.reader_options, 'dataset.experience_store')
+    parse_store_options(text, store_options.ReaderOptions, 'dataset.experience_store')
   assert message in str(error.value)
 
 
@@ -230,15 +230,15 @@ def test_what_names_a_store():
   for text in ('experience+sqlite:////x.db', "store(url='sqlite:////x.db')"):
     assert store_options.is_store_path(text)
     assert (
-      parse_store_options(
-        text, store_options.writer_options, 'trajectory_dump.path'
-      ).url
+      parse_store_options(text, store_options.WriterOptions, 'trajectory_dump.path').url
       == 'sqlite:////x.db'
     )
   plain = parse_store_options(
-    'postgresql://h/n', store_options.reader_options, 'dataset.experience_store'
+    'postgresql://h/n', store_options.ReaderOptions, 'dataset.experience_store'
   )
-  assert plain == ('postgresql://h/n', 1, 'trainer', 600.0)
+  assert plain == store_options.ReaderOptions(
+    url='postgresql://h/n', uses=1, reader='trainer', wait=600.0
+  )
   for text in ('', 's3://bucket/x.parquet', 'runs/store', 'odps://p/tables/t/ds=x'):
     assert not store_options.is_store_path(text)
 

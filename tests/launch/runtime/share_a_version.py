@@ -38,7 +38,7 @@ def main():
   from ray.cluster_utils import Cluster
 
   from jaxrl.rollout.engine.actor_proxy import ActorProxy
-  from jaxrl.rollout.weights.publisher import VersionWriter
+  from jaxrl.rollout.weights.publisher import VersionWriter, VersionWriterOptions
   from jaxrl.rollout.weights.snapshots import snapshot
   from launch.runtime.object_store import ObjectDirectory, ObjectStoreTransport
 
@@ -59,9 +59,8 @@ def main():
   ray.get([reader.__ray_ready__.remote() for reader in readers])
   processes = cluster.head_node.all_processes['raylet']
   before = sent(processes[0].process.pid)
-  publisher = VersionWriter(
-    channel, chunk_bytes=1 << 20, blob_bytes=2 << 20, full_every=1
-  )
+  options = VersionWriterOptions(chunk_bytes=1 << 20, blob_bytes=2 << 20, full_every=1)
+  publisher = VersionWriter(channel, options=options)
   draw, read = np.random.default_rng(0), 0
   for version in range(VERSIONS):
     params = {f'w{i}': draw.integers(0, 255, MIB << 16, np.uint8) for i in range(16)}

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
+from jaxrl.rollout.weights.publisher import SharedMemoryOptions
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.rollout.weights.transport import SharedMemoryTransport
 from jaxrl.training.checkpointing import Checkpointer, flatten_by_name
@@ -119,7 +120,7 @@ def test_two_processes_learn_what_one_does(ray, tmp_path):
     places = sockets.listening('"ray::LearnerA')
     assert len(places) > 2 and all(sockets.loopback(place) for place in places), places
 
-    plan = WeightTransport('shared_memory', {'dtype': None})
+    plan = WeightTransport('shared_memory', SharedMemoryOptions())
     store = remote_learner.RemotePublisher(
       plan, weight_transport.make_connector(memory), parts=2
     )

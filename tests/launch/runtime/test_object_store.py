@@ -14,7 +14,12 @@ import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.rollout.weights.publisher import VersionWriter, WeightPublisher
+from jaxrl.rollout.weights.publisher import (
+  PublisherOptions,
+  VersionWriter,
+  VersionWriterOptions,
+  WeightPublisher,
+)
 from jaxrl.rollout.weights.snapshots import snapshot
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.rollout.weights.verified_store import (
@@ -100,7 +105,7 @@ def test_versions_that_are_over_are_freed(ray, channel):
   """Of 50 versions of 1.5 MB, each in full, what stays is what two or three take."""
   core = ray._private.worker.global_worker.core_worker
   publisher, receiver = (
-    VersionWriter(channel, full_every=1, threads=2),
+    VersionWriter(channel, options=VersionWriterOptions(full_every=1), threads=2),
     VersionReader(channel),
   )
   draw, held = np.random.default_rng(0), []
@@ -128,7 +133,11 @@ async def test_engines_that_come_later_or_die(ray, channel, engines, caplog):
   device_thread = DeviceThread()
   first, second = engines(), engines()
   handles = [EngineHandle(first), EngineHandle(second)]
-  broadcast = WeightPublisher(channel, device_thread=device_thread, chunk_bytes=1 << 20)
+  broadcast = WeightPublisher(
+    channel,
+    device_thread=device_thread,
+    options=PublisherOptions(chunk_bytes=1 << 20),
+  )
   store = VerifiedWeightStore(broadcast, LoadCoordinator(handles))
   params = {k: v for k, v in make(0, 100_000).items() if k != 'count'}
 

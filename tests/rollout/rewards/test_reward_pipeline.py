@@ -50,9 +50,9 @@ def stage(rewards, make_env=EchoEnv, rows=0, reply='ab'):
 async def test_parts_are_weighted_and_added_to_the_last_turn():
   parts = {
     'judge': RewardTerm(
-      Says(RewardOutput(0.5, metrics={'unparsable': 1.0}, text='well')), 2.0
+      Says(RewardOutput(0.5, metrics={'unparsable': 1.0}, text='well')), weight=2.0
     ),
-    'seen': RewardTerm(Says(RewardOutput(3.0)), 0.0),
+    'seen': RewardTerm(Says(RewardOutput(3.0)), weight=0.0),
   }
   rewards = RewardPipeline(parts, env_weight=0.5)
   (row,) = await play(stage(rewards, lambda: EchoEnv(turns=2)), max_steps=3)
@@ -156,7 +156,7 @@ async def test_a_step_without_a_score():
   missing = Says(RewardOutput(None, 'the judge said nothing'))
   (row,) = await by_steps(missing, ['a\nb'])
   assert row.failed and 'lines: the judge said nothing' in row.extras['error']
-  (row,) = await by_steps(missing, ['a\nb'], fallback=0.25)
+  (row,) = await by_steps(missing, ['a\nb'], otherwise=0.25)
   assert row.rewards[row.rewards != 0].tolist() == [0.25, 0.25]
   assert row.metrics['reward/lines/faults'] == 1
 
@@ -236,8 +236,8 @@ async def test_a_missing_score_fails_the_attempt_and_is_not_a_zero():
 
 
 async def test_weights_that_make_rewards_too_large_fail_the_attempt():
-  for weights in ({'weight': 1e300}, {'weight': math.inf}, {'fallback': math.nan}):
-    score = None if 'fallback' in weights else 2.0
+  for weights in ({'weight': 1e300}, {'weight': math.inf}, {'otherwise': math.nan}):
+    score = None if 'otherwise' in weights else 2.0
     parts = {'judge': RewardTerm(Says(RewardOutput(score)), **weights)}
     (row,) = await play(stage(RewardPipeline(parts)))
     assert (row.stop_reason, row.score) == ('reward_failed', 0)
@@ -249,7 +249,7 @@ async def test_weights_that_make_rewards_too_large_fail_the_attempt():
 async def test_a_score_of_the_users_may_stand_in_for_it_and_is_counted():
   parts = {
     'judge': RewardTerm(
-      Says(RewardOutput(None, 'no verdict')), weight=2.0, fallback=0.25
+      Says(RewardOutput(None, 'no verdict')), weight=2.0, otherwise=0.25
     )
   }
   (row,) = await play(stage(RewardPipeline(parts, env_weight=0.0)))

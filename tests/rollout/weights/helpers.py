@@ -6,9 +6,17 @@ import jax
 import ml_dtypes
 import numpy as np
 
+from jaxrl.rollout.weights.publisher import PublisherOptions
 from jaxrl.rollout.weights.shards import flatten
 
-SMALL = {'chunk_bytes': 4096, 'blob_bytes': 16384, 'threads': 2}
+
+def small_blobs(**options):
+  """Arguments of a writer or publisher that make a small version several blobs."""
+  sizes = PublisherOptions(chunk_bytes=4096, blob_bytes=16384, **options)
+  return {'options': sizes, 'threads': 2}
+
+
+SMALL = small_blobs()
 
 
 def make(seed=0, size=3000):

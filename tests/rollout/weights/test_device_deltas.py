@@ -19,6 +19,7 @@ from tests.rollout.weights.helpers import (
   halves,
   make,
   same,
+  small_blobs,
   step,
 )
 
@@ -96,7 +97,7 @@ def test_receivers_load_them_and_the_host_compares_nothing(monkeypatch):
 
 async def test_a_store_takes_them_if_it_is_told_to(monkeypatch):
   channel, params, device_thread = MemoryTransport(), make(), DeviceThread()
-  options = {'dtype': 'bfloat16', 'on_device': True, **SMALL}
+  options = small_blobs(dtype='bfloat16', on_device=True)
   store = WeightPublisher(channel, device_thread=device_thread, **options)
   receiver = VersionReader(channel)
   params['count'] = params['count'].astype(np.int32)

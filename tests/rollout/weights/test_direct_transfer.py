@@ -48,10 +48,10 @@ class Learner:
     return TransferReport(version, right, tuple(held or [right] * len(targets)), 12)
 
 
-def make(count=2, **options):
+def make(count=2, options=TransferOptions(), **errors):
   engines = [Engine(f'e{i}') for i in range(count)]
   targets = [TransferTarget(engine, 2, (i,)) for i, engine in enumerate(engines)]
-  return engines, DirectWeightStore(targets, 'nccl', TransferOptions(), **options)
+  return engines, DirectWeightStore(targets, 'nccl', options, **errors)
 
 
 @pytest.mark.asyncio
@@ -116,7 +116,8 @@ class Lost(Exception):
 @pytest.mark.asyncio
 @pytest.mark.parametrize('slow', [False, True])
 async def test_an_engine_lost_while_it_is_sent_to_ends_it(slow):
-  _, store = make(patience=0.05 if slow else 60.0, engine_lost_error=Lost)
+  options = TransferOptions(patience=0.05 if slow else 60.0)
+  _, store = make(options=options, engine_lost_error=Lost)
   learner = Learner()
   learner.seconds = 60.0 if slow else 0.0
   learner.error = EngineDeadError('it was killed')

@@ -8,7 +8,7 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
-from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.rollout.weights.publisher import PublisherOptions, WeightPublisher
 from jaxrl.rollout.weights.subscriber import WeightSubscriber
 from jaxrl.rollout.weights.transport import SharedMemoryTransport
 from jaxrl.types import SamplingParams
@@ -39,7 +39,9 @@ async def test_versions_arrive_through_shared_memory(dtype):
     decode_steps=4,
     prompt_buckets=[16],
   )
-  store = WeightPublisher(channel, device_thread=device_thread, dtype=dtype)
+  store = WeightPublisher(
+    channel, device_thread=device_thread, options=PublisherOptions(dtype=dtype)
+  )
   end = WeightSubscriber(SharedMemoryTransport(channel.address))
   params = MODEL.init(jax.random.key(0))
   for version in range(3):

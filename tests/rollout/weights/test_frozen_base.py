@@ -17,7 +17,7 @@ from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.types import SamplingParams
 from tests.marks import slow
 from tests.models import small
-from tests.rollout.weights.helpers import SMALL, MemoryTransport, same
+from tests.rollout.weights.helpers import SMALL, MemoryTransport, same, small_blobs
 
 OWN = lora.lora_adapters(rank=2, targets='q,down', send='adapters')
 
@@ -98,7 +98,7 @@ async def test_an_engine_merges_what_it_is_sent(on_device):
   engine = JaxEngine(model, device_thread=device_thread, max_num_seqs=2, max_length=32)
   memory = MemoryTransport()
   service = WeightPublisher(
-    memory, device_thread=device_thread, on_device=on_device, **SMALL
+    memory, device_thread=device_thread, **small_blobs(on_device=on_device)
   )
   rules = SamplingParams(max_tokens=12, seed=3)
   completions = []

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.rollout.weights.publisher import WeightPublisher
+from jaxrl.rollout.weights.publisher import PublisherOptions, WeightPublisher
 from jaxrl.rollout.weights.subscriber import VersionReader, WeightSubscriber
 from jaxrl.rollout.weights.transport import FolderTransport, WeightsError
 from tests.rollout.weights.helpers import MemoryTransport, Rough
@@ -47,7 +47,9 @@ class Engine:
 
 async def test_engines_follow_and_fetch_waits_for_news(device_thread):
   channel, engine = MemoryTransport(), Engine()
-  store = WeightPublisher(channel, device_thread=device_thread, dtype='bfloat16')
+  store = WeightPublisher(
+    channel, device_thread=device_thread, options=PublisherOptions(dtype='bfloat16')
+  )
   ends = WeightSubscriber(channel), WeightSubscriber(channel, place=None)
   following = asyncio.create_task(follow(engine, ends[0]))
   waiting = asyncio.create_task(ends[1].fetch())

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import safetensors
 
-from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.publisher import VersionWriter, VersionWriterOptions
 from jaxrl.rollout.weights.shards import flatten
 from jaxrl.rollout.weights.snapshots import snapshot
 from jaxrl.rollout.weights.subscriber import VersionReader, place_on_device
@@ -23,7 +23,7 @@ from jaxrl.rollout.weights.transport import (
   join_folder,
 )
 from jaxrl.rollout.weights.verified_store import EngineWeightClient
-from tests.rollout.weights.helpers import SMALL, halves, make, same, step
+from tests.rollout.weights.helpers import SMALL, halves, make, same, small_blobs, step
 
 
 @pytest.fixture
@@ -58,7 +58,8 @@ def test_the_engines_copy_of_a_full_version_is_the_only_one(shared):
   rows = np.random.default_rng(0).standard_normal((8, 1 << 18)).astype(np.float32)
   params = {'large': rows, 'small': np.ones(1000, np.float32)}
   size = rows.nbytes + 4000
-  publisher = VersionWriter(shared, chunk_bytes=1 << 18, blob_bytes=1 << 20)
+  options = VersionWriterOptions(chunk_bytes=1 << 18, blob_bytes=1 << 20)
+  publisher = VersionWriter(shared, options=options)
   publisher.publish(0, snapshot(params))
   loaded = []
 
@@ -107,14 +108,14 @@ def test_parameters_of_any_size_and_dtype_lie_in_one_run(shared):
   assert receiver.poll() == 0 and same(receiver.params(), params)
   assert views(receiver) == set(flatten(params)) and 'z' in views(receiver)
   assert all(x.flags.aligned for x in flatten(receiver.params()).values())
-  assert params['z'].nbytes > SMALL['blob_bytes'] and len(blobs(shared, 0)) > 1
+  assert params['z'].nbytes > SMALL['options'].blob_bytes and len(blobs(shared, 0)) > 1
   for name in blobs(shared, 0):
     assert safetensors.deserialize(bytes(shared.get(name)))
 
 
 def test_a_chunk_that_changed_everywhere_does_not_tear_the_full_bytes(shared):
   params = make()
-  publisher = VersionWriter(shared, full_every=2, **SMALL)
+  publisher = VersionWriter(shared, **small_blobs(full_every=2))
   for version in range(2):
     publisher.publish(version, snapshot(params))
   early = VersionReader(shared)
@@ -135,7 +136,7 @@ def test_too_little_memory_is_said_before_anything_is_written(shared, monkeypatc
   size = sum(x.nbytes for x in flatten(params).values())
   room = types.SimpleNamespace(f_bavail=3 * size - 1, f_frsize=1)
   monkeypatch.setattr(os, 'statvfs', lambda _: room)
-  publisher = VersionWriter(shared, keep=2, full_every=1, **SMALL)
+  publisher = VersionWriter(shared, **small_blobs(keep=2, full_every=1))
   with pytest.raises(WeightsError, match=r'use .*=object_store'):
     publisher.publish(0, snapshot(params))
   assert not list(shared.names(''))
@@ -145,7 +146,7 @@ def test_too_little_memory_is_said_before_anything_is_written(shared, monkeypatc
 
 def test_without_differences_all_is_loaded_as_it_lies(shared):
   publisher, receiver = (
-    VersionWriter(shared, full_every=1, **SMALL),
+    VersionWriter(shared, **small_blobs(full_every=1)),
     VersionReader(shared),
   )
   params, everything = make(), sum(x.size for x in flatten(make()).values())
@@ -185,7 +186,10 @@ def test_a_spoilt_chunk_leaves_the_version_before(shared):
 
 
 def test_what_is_mapped_outlasts_its_files(shared):
-  publisher, receiver = VersionWriter(shared, keep=1, **SMALL), VersionReader(shared)
+  publisher, receiver = (
+    VersionWriter(shared, **small_blobs(keep=1)),
+    VersionReader(shared),
+  )
   params = make()
   publisher.publish(0, snapshot(params))
   receiver.poll()
@@ -209,7 +213,7 @@ def test_what_is_mapped_outlasts_its_files(shared):
 
 
 def test_versions_come_and_go_while_a_receiver_maps_one(shared):
-  publisher = VersionWriter(shared, keep=1, full_every=1, **SMALL)
+  publisher = VersionWriter(shared, **small_blobs(keep=1, full_every=1))
   publisher.publish(0, snapshot(make()))
   receiver = VersionReader(shared)
   receiver.poll()

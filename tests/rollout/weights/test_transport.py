@@ -10,7 +10,11 @@ import time
 
 import pytest
 
-from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.publisher import (
+  SharedFolderOptions,
+  SharedMemoryOptions,
+  VersionWriter,
+)
 from jaxrl.rollout.weights.snapshots import snapshot
 from jaxrl.rollout.weights.subscriber import VersionReader
 from jaxrl.rollout.weights.transport import (
@@ -23,7 +27,7 @@ from jaxrl.rollout.weights.transport import (
 from launch.runtime.weight_transport import open_transport
 from launch.settings.run_settings import WeightTransport
 from tests.marks import slow
-from tests.rollout.weights.helpers import SMALL, make, same, step
+from tests.rollout.weights.helpers import SMALL, make, same, small_blobs, step
 
 # Follows what is published at argv[1] and prints version and digest of what it holds.
 FOLLOW = """
@@ -71,9 +75,12 @@ ENDLESS = """
 import sys
 import numpy as np
 from jaxrl.rollout.weights.snapshots import snapshot
-from jaxrl.rollout.weights.publisher import VersionWriter
+from jaxrl.rollout.weights.publisher import VersionWriter, VersionWriterOptions
 from jaxrl.rollout.weights.transport import FolderTransport
-publisher = VersionWriter(FolderTransport(sys.argv[1], durable=False), full_every=4)
+publisher = VersionWriter(
+  FolderTransport(sys.argv[1], durable=False),
+  options=VersionWriterOptions(full_every=4),
+)
 for version in range(10**9):
   publisher.publish(version, snapshot({'w': np.full((64, 4096), version, np.int32)}))
   print(version, flush=True)
@@ -103,7 +110,7 @@ def test_engines_in_processes_of_their_own_and_one_that_is_killed(shared):
   last = 30
   readers = [start(FOLLOW, shared.address, last) for _ in range(2)]
   stuck = start(STUCK, shared.address)
-  publisher = VersionWriter(shared, keep=1, full_every=1, patience=1.0, **SMALL)
+  publisher = VersionWriter(shared, **small_blobs(keep=1, full_every=1, patience=1.0))
   params, digests = make(), {}
   publisher.publish(0, snapshot(params))
   digests['0'] = publisher.digest
@@ -138,7 +145,11 @@ def test_what_a_killed_learner_leaves_is_freed_by_the_next(transport, tmp_path):
   killed.kill()
   killed.wait()
   assert path.is_dir()
-  open_transport(WeightTransport(transport, folder=str(tmp_path))).close()
+  options = {
+    'shared_memory': SharedMemoryOptions(),
+    'checkpoint': SharedFolderOptions(folder=str(tmp_path)),
+  }
+  open_transport(WeightTransport(transport, options[transport])).close()
   assert not path.exists()
 
 

@@ -30,6 +30,7 @@ from tests.rollout.weights.helpers import (
   halves,
   make,
   same,
+  small_blobs,
   step,
 )
 
@@ -64,7 +65,9 @@ def device_thread():
 
 
 def learner(channel, engines, device_thread, **options):
-  broadcast = WeightPublisher(channel, device_thread=device_thread, **SMALL, **options)
+  broadcast = WeightPublisher(
+    channel, device_thread=device_thread, **small_blobs(**options)
+  )
   return VerifiedWeightStore(broadcast, LoadCoordinator(engines))
 
 

@@ -21,6 +21,7 @@ from tests.rollout.weights.helpers import (
   halves,
   make,
   same,
+  small_blobs,
   step,
 )
 
@@ -88,7 +89,7 @@ def test_adamw_at_one_in_a_million_in_bf16(master):
 def test_any_changes_seen_at_any_time(history):
   transport, params = MemoryTransport(), make(size=500)
   publisher, receiver = (
-    VersionWriter(transport, full_every=3, **SMALL),
+    VersionWriter(transport, **small_blobs(full_every=3)),
     VersionReader(transport),
   )
   for version, (share, look) in enumerate(history):
@@ -223,7 +224,7 @@ def versions(transport):
 
 def test_old_versions_are_freed():
   transport, params = MemoryTransport(), make()
-  publisher = VersionWriter(transport, keep=2, full_every=4, **SMALL)
+  publisher = VersionWriter(transport, **small_blobs(keep=2, full_every=4))
   kept = []
   for version in range(12):
     publisher.publish(version, snapshot(params))
@@ -237,7 +238,7 @@ def test_old_versions_are_freed():
 
 def test_publishing_waits_for_who_still_reads():
   transport, params = Rough(), make()
-  publisher = VersionWriter(transport, keep=1, full_every=1, patience=30, **SMALL)
+  publisher = VersionWriter(transport, **small_blobs(keep=1, full_every=1, patience=30))
   publisher.publish(0, snapshot(params))
   reading, go = threading.Event(), threading.Event()
 
@@ -267,7 +268,9 @@ def test_publishing_waits_for_who_still_reads():
 
 def test_nobody_waits_for_the_dead():
   transport = MemoryTransport()
-  publisher = VersionWriter(transport, keep=1, full_every=1, patience=0.2, **SMALL)
+  publisher = VersionWriter(
+    transport, **small_blobs(keep=1, full_every=1, patience=0.2)
+  )
   publisher.publish(0, snapshot(make()))
   dead = VersionReader(transport)._parts[0].heartbeat  # died while it read version 0
   dead.start_reading(publisher._writer_id, 0)
