@@ -337,7 +337,11 @@ def packing_obstacle() -> str:
 
 
 def library() -> Any:
-  """Imports JAX's private module of cuDNN lazily: programs on CPU need none of it."""
+  """Imports JAX's private module of cuDNN lazily: programs on CPU need none of it.
+
+  JAX has no public way to tell cuDNN where segments lie. Where the module or what it
+  has moves, `packing_obstacle` says so, and rows of segments take another way.
+  """
   from jax._src.cudnn import fused_attention_stablehlo
 
   return fused_attention_stablehlo

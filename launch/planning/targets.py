@@ -224,8 +224,10 @@ def _assume_cudnn() -> None:
   """
   import jax
 
+  from kernels import cudnn_attention
+
   try:
-    from jax._src.cudnn import fused_attention_stablehlo as library
+    library = cudnn_attention.library()
   except ImportError:  # another jax: attention then falls back to plain operations
     return
   if jax.default_backend() != 'cpu':

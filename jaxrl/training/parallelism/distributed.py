@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax._src import distributed, xla_bridge
+from jax.extend import backend
 
 from jaxrl.training.parallelism import sharding
 
@@ -41,13 +41,25 @@ def initialize(coordinator: str, count: int, rank: int, *, address: str) -> None
     coordinator_bind_address=coordinator if rank == 0 else None,
     cluster_detection_method='deactivate',
   )
-  # JAX by itself lets gloo, which carries the traffic of CPU devices, listen wherever
-  # the host's name leads, and has no public option for it.
+  _bind_gloo(address)
+
+
+def _bind_gloo(address: str) -> None:
+  """Lets gloo, which carries the traffic of CPU devices, listen at `address` alone.
+
+  JAX by itself lets it listen wherever the host's name leads. As of 0.12 it has no
+  public option for that, and no public way to the client of `jax.distributed` or to
+  gloo: of what is needed, only the registration of a backend is public. These private
+  names are the same from 0.10 to 0.12. Where they move, learners of several processes
+  do not start, and all others run as before.
+  """
+  from jax._src import distributed, xla_bridge
+
   gloo = xla_bridge._jax.make_gloo_tcp_collectives(  # pyright: ignore
     distributed_client=distributed.global_state.client, hostname=address
   )
   client = functools.partial(xla_bridge.make_cpu_client, collectives=gloo)
-  xla_bridge.register_backend_factory('cpu', client, priority=0, fail_quietly=False)
+  backend.register_backend_factory('cpu', client, priority=0, fail_quietly=False)
 
 
 def gather_to_host(tree: Any) -> Any:
