@@ -77,7 +77,7 @@ class FileSampler:
     seed: int = 0,
   ):
     if data_format not in DATA_FORMATS:
-      raise unknown_name_error(data_format, DATA_FORMATS, 'data_format', 'files')
+      raise unknown_name_error(data_format, DATA_FORMATS, 'data format', 'data_format')
     row_format = RowFormat(columns, system_prompt=system_prompt)
     rows = load_rows(path, split, limit) if rows is None else rows[:limit]
     parser = RowParser(chat, row_format, max_length, rated)

@@ -114,7 +114,7 @@ def test_rows_with_nothing_to_learn_are_errors(chat, tmp_path):
     FileSampler(chat, [{'question': 'x', 'answer': 'y'}])
   with pytest.raises(DataError, match='row 1: the text is empty'):
     FileSampler(chat, [{'text': 'x'}, {'text': ''}], data_format='text')
-  with pytest.raises(ConfigError, match="no data_format 'mesages'"):
+  with pytest.raises(ConfigError, match="data_format: no data format 'mesages'"):
     FileSampler(chat, ROWS, data_format='mesages')
 
 

@@ -19,26 +19,20 @@ BROKEN_BODY = 'the body cannot be read: it is not encoded as its headers say'
 class _ServerLogger(logging.LoggerAdapter):
   """Reports what is no HTTP in one line; aiohttp would add its own traceback."""
 
-  def exception(self, msg: object, *args: Any, **options: Any) -> None:
-    if not self._says_in_a_line(msg, args, options.get('exc_info')):
-      super().exception(msg, *args, **options)
-
-  def debug(self, msg: object, *args: Any, **options: Any) -> None:
-    if not self._says_in_a_line(msg, args, options.get('exc_info')):
-      super().debug(msg, *args, **options)
-
-  def _says_in_a_line(self, msg: object, args: Any, error: Any) -> bool:
+  def log(self, level: int, msg: object, *args: Any, **options: Any) -> None:
+    """Logs a message, as all other methods do by this one."""
     from aiohttp.http_exceptions import HttpProcessingError
     from aiohttp.web import RequestPayloadError
 
+    error = options.get('exc_info')
     if isinstance(error, RequestPayloadError):
       text = BROKEN_BODY
     elif isinstance(error, HttpProcessingError):
       text = error.message.partition(':')[0]  # the rest quotes what may be a key
     else:
-      return False
-    self.info(f'{msg}: %.200s', *args, text)
-    return True
+      super().log(level, msg, *args, **options)
+      return
+    super().log(logging.INFO, f'{msg}: %.200s', *args, text)
 
 
 @contextlib.asynccontextmanager
