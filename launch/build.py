@@ -5,24 +5,16 @@ import logging
 import pathlib
 from collections.abc import Callable, Sequence
 
-import jax
-
-from jaxrl.algorithms import requirements
-from jaxrl.component_table import join_calls
-from jaxrl.data import hub
-from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.device_thread import DeviceThread
-from jaxrl.functional.components import call_string
 from jaxrl.model_loading import LoadedModel
 from jaxrl.training import batch_fields
-from launch.learner.learner_factory import LearnerFactory, make_run_mesh
+from launch.learner.learner_factory import make_run_mesh
 from launch.logging.metric_sinks import MultiSink
 from launch.planning import memory_fit
 from launch.rollouts import offline_data
 from launch.rollouts.env_datasets import (
   RunDatasets,
   describe_seen,
-  describe_tasks,
   load_datasets,
 )
 from launch.rollouts.group_samplers import make_group_sampler
@@ -32,7 +24,7 @@ from launch.rollouts.group_sources import (
   PlayedGroups,
   Players,
 )
-from launch.rollouts.preparation import load_policy, name_formats
+from launch.rollouts.preparation import describe_run, load_policy, name_formats
 from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.runtime.runtime_base import Runtime
 from launch.runtime.runtime_factory import close_and_reraise, make_runtime
@@ -102,7 +94,7 @@ def build(
   )
   sink.decode_with(policy.tokenizer.decode)
   _name_formats_in_dumps(sink, settings, policy)
-  trainer.facts = _describe_run(settings, policy, learners)
+  trainer.facts = describe_run(settings, policy, learners.describe())
   optional_facts = {
     'placement': runtime.description,
     'rollouts': off_policy.describe(settings),
@@ -163,16 +155,6 @@ def _make_source(
   return PlayedGroups(settings, sampler, players)
 
 
-def _describe_replies(options: ChatOptions, policy: LoadedModel) -> str:
-  """Says which tokens end a reply, and warns if that is doubtful."""
-  if policy.tokenizer.chat_template is None:
-    return 'no chat template: the model learns texts alone'
-  chat = ChatTokenizer(policy.tokenizer, options)
-  if chat.turn_end.doubt:
-    log.warning('--config.model.checkpoint: %s', chat.turn_end.doubt)
-  return chat.describe()
-
-
 def _name_formats_in_dumps(
   sink: MultiSink, settings: RunSettings, policy: LoadedModel
 ) -> None:
@@ -183,31 +165,3 @@ def _name_formats_in_dumps(
   for each in sink.sinks:
     if isinstance(each, TrajectoryDump):
       each.formats(name_formats(settings.chat, policy))
-
-
-def _describe_run(
-  settings: RunSettings, policy: LoadedModel, learners: LearnerFactory
-) -> dict[str, str]:
-  """Describes the run, a line for each part of it."""
-  shape, algorithm = policy.model.config, settings.algorithm
-  count = sum(x.size for x in jax.tree.leaves(policy.params))
-  components = {
-    slot: call_string(component)
-    for slot, component in requirements.components_of(algorithm).items()
-  }
-  components['aggregation'] = str(algorithm.aggregation)
-  for key in ('filters', 'shapers'):
-    if calls := getattr(algorithm, key):
-      components[key] = join_calls(calls)
-  if algorithm.batch_unit == 'pair':  # its loss is a mean over pairs, whatever is set
-    components['aggregation'] = 'mean over pairs'
-  listing = ', '.join(f'{slot}={text}' for slot, text in components.items())
-  origin = hub.describe_checkpoint(settings.model.checkpoint) or 'scratch'
-  return {
-    'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
-    f'vocabulary {shape.vocab_size}, from {origin}',
-    'replies': _describe_replies(settings.chat, policy),
-    'devices': learners.describe(),
-    'data': describe_tasks(settings),
-    'algorithm': f'{settings.algorithm_name}: {listing}',
-  }

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import from_config
 from launch.logging.console import Console
-from launch.logging.error_pages import print_error
+from launch.logging.error_pages import print_error, report_failure
 from launch.logging.progress import RolloutProgress
 from launch.logging.workdir import Workdir, default_path
 from launch.runtime import process_env
@@ -30,7 +30,6 @@ from launch.runtime.signal_handler import SignalHandler, run_command
 from launch.settings import command_line
 from launch.settings.command_line import ConfigError
 from launch.settings.logging_settings import LoggingOptions
-from launch.train import failed
 
 if TYPE_CHECKING:
   from jaxrl.run_options import RunOptions
@@ -210,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
   except KeyboardInterrupt:  # a check; a rollout stops by itself
     return 130
   except Exception as error:
-    return failed(error, console, workdir)
+    return report_failure(error, console, workdir)
   finally:
     workdir.close()
 

@@ -20,7 +20,7 @@ from jaxrl.config import from_config
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from launch.logging.console import Console
 from launch.logging.metric_sinks import MultiSink
-from launch.logging.workdir import Workdir, default_path
+from launch.logging.workdir import ERROR_FILE, Workdir, default_path
 from launch.report.open_sinks import open_sinks
 from launch.runtime import process_env
 from launch.runtime.signal_handler import SignalHandler, run_command
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
   from launch.settings.run_settings import RunSettings
   from launch.trainer import Trainer
 
-ERROR_FILE = 'error.txt'  # in the workdir: the traceback that ended the run
 USAGE = """\
 python -m launch.train --config=FILE.py[:ALGORITHM] [--config.KEY=VALUE] [--workdir=DIR]
 
@@ -113,7 +112,9 @@ def run(config: Any, workdir: Workdir, command: command_line.Command) -> int:
       console.restore()
       if sink:
         sink.close('failed')
-      return failed(error, console, workdir)
+      from launch.logging.error_pages import report_failure  # most runs end well
+
+      return report_failure(error, console, workdir)
     if finished:
       (workdir.path / ERROR_FILE).unlink(missing_ok=True)  # of an earlier attempt
     from launch.logging.next_steps import next_steps, outputs  # only after training
@@ -124,7 +125,9 @@ def run(config: Any, workdir: Workdir, command: command_line.Command) -> int:
     steps = next_steps(command, config, workdir.path) if finished else {}
     title = 'Finished.' if finished else 'Stopped; the same command resumes.'
     console.closing(title, {**lines, **steps})
-    _tell_why_nothing_was_learned(workdir, console)
+    from launch.report.report_sink import tell_why_nothing_was_learned
+
+    tell_why_nothing_was_learned(workdir.path, console)
     return 0 if finished else stop.status
 
 
@@ -156,8 +159,8 @@ def train(
   # Imported here because they import JAX, which takes seconds.
   from launch.build import build
   from launch.rollouts.preparation import check_run
+  from launch.runtime.runtime_base import run_with_restarts
   from launch.settings.resolve import resolve_settings
-  from launch.trainer import run_with_restarts
 
   settings = resolve_settings(config, day=workdir.day)
   check_run(settings, trains=True)
@@ -189,56 +192,6 @@ def _dump_trajectories(
 
   fresh = not has_begun(workdir.path)
   sink.sinks.append(TrajectoryDump(settings, workdir.path, fresh=fresh))
-
-
-def _tell_why_nothing_was_learned(workdir: Workdir, console: Console) -> None:
-  """Ends with what is known about why a run did not learn, if that is so."""
-  from launch.report.report_sink import MetricHistory, find_causes
-
-  history = MetricHistory(workdir.path / 'metrics.jsonl')
-  try:
-    history.update()
-  except command_line.ConfigError:  # the sinks have said that the file is damaged
-    return
-  findings = find_causes(history)
-  if findings:
-    console.say()
-    console.say('This run did not learn:', style='bold')
-  for finding in findings:
-    console.warn(str(finding))
-
-
-def failed(error: Exception, console: Console, workdir: Workdir) -> int:
-  """Reports an error: in one line if the user can mend it, else with its traceback.
-
-  What a user's own code raises is a line with its place in that code. ERROR_FILE has
-  the traceback of either.
-  """
-  from jaxrl.rollout.queue.group_pipeline import InsufficientGroupsError
-  from jaxrl.rollout.weights.transport import WeightsError
-
-  workdir.end('failed')
-  text = ''.join(traceback.format_exception(error))
-  log = workdir.path / ERROR_FILE
-  try:
-    log.write_text(text)
-  except OSError:
-    log = None
-  from launch.logging.error_pages import describe_user_error, is_refusal, print_error
-
-  refused = is_refusal(error)
-  known = refused or isinstance(
-    error, InsufficientGroupsError | WeightsError | OSError | ArithmeticError
-  )
-  line: Exception | str = '' if refused else describe_user_error(error)
-  line = line or (error if known else '')
-  if line:
-    print_error(line)
-  else:
-    print(text, file=sys.stderr)
-  if log and line:
-    console.say(f'(traceback in {log})', style='dim')
-  return 2 if refused else 1
 
 
 if __name__ == '__main__':

@@ -1,6 +1,5 @@
 """Trains: an optional supervised warm start, then the algorithm's own steps."""
 
-import asyncio
 import contextlib
 import dataclasses
 import logging
@@ -14,7 +13,6 @@ import jax
 from jaxrl import loop
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
-from jaxrl.options import ConfigError
 from jaxrl.rollout.queue.group_pipeline import StopRequested, StoreTimeoutError
 from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.monitoring import memory_metrics
@@ -391,63 +389,3 @@ class TrainPhase:
     if durable is not None:
       await self._source.saved(durable)
     self._saving = step
-
-
-def run_with_restarts(
-  make_trainer: Callable[[], Trainer],
-  warn: Callable[[str], None],
-  *,
-  max_restarts: int = 3,
-  pause: float = 10.0,
-) -> tuple[Trainer, bool]:
-  """Trains, and starts anew from the newest checkpoint when an actor is lost.
-
-  A trainer that cannot be made again counts as lost too, and after a pause there is
-  another try: the config fitted the cluster, so it is the cluster that has changed.
-
-  Args:
-    make_trainer: Makes a trainer, whenever one is needed.
-    warn: Takes a line for the user about each restart.
-    max_restarts: Restarts in a row without a newer checkpoint.
-    pause: Seconds before another try to make a trainer.
-
-  Returns:
-    The trainer that came to its end, and whether training reached its end.
-
-  Raises:
-    ActorError: If an actor is lost too often, or before there is a checkpoint.
-  """
-  newest, restarts, total_restarts = None, 0, 0
-  while True:
-    trainer = None
-    try:
-      trainer = make_trainer()
-      trainer.restarts = total_restarts
-      return trainer, asyncio.run(trainer.train())
-    except Exception as error:
-      # Imported here because most runs lose no actor.
-      from launch.runtime.supervision import ActorError
-
-      if trainer is None:
-        if newest is None:
-          raise
-        checkpoint = newest
-      elif isinstance(error, ActorError):
-        checkpoint = trainer.newest_checkpoint()
-      else:
-        raise
-      restarts = 1 if checkpoint != newest else restarts + 1
-      total_restarts += 1
-      newest = checkpoint
-      if checkpoint is None or restarts > max_restarts:
-        if isinstance(error, ConfigError):  # not a mistake of the user's any more
-          raise ActorError(str(error)) from error
-        raise
-      phase, step = checkpoint
-      reason = str(error) if trainer is None else str(error).partition(',')[0]
-      warn(
-        f'{reason}: the run goes on from its newest checkpoint, {phase} {step} '
-        f'(resume {restarts} of {max_restarts})'
-      )
-    if trainer is None:
-      time.sleep(pause)

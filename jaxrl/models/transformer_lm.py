@@ -105,16 +105,12 @@ class TransformerLM:
     """
     return layer_stack.init(self.config, key)
 
-  def logical_axes(self, params: Params | None = None) -> Params:
+  def logical_axes(self) -> Params:
     """Returns the parameter tree with each array replaced by the names of its axes.
 
     The names are layers, embed, embedding, vocab, heads, kv_heads, mlp and experts; an
     axis named None is never sharded.
-
-    Args:
-      params: Not read.
     """
-    del params
     return layer_stack.logical_axes(self.config)
 
   def logits(self, params: Params, hidden: jax.Array) -> jax.Array:
@@ -133,17 +129,6 @@ class TransformerLM:
       logits = logits + params['head_adapters'].logits(hidden)
     cap = self.config.logits_softcap
     return cap * jnp.tanh(logits / cap) if cap else logits
-
-  def unstack(self, params: Params) -> Params:
-    """Returns the same parameters with 'layers' a tuple of single layers.
-
-    `prefill` and `decode` take these too and are faster with them, because no layer
-    need be sliced from a stack at every step.
-
-    Args:
-      params: The parameters.
-    """
-    return layer_stack.unstack(self.config, params)
 
   def hidden(
     self,
@@ -311,26 +296,18 @@ class TransformerLM:
     if positions is None:
       positions = layer_stack.segment_positions(segment_ids)
     inputs = tokens, segment_ids, prefix_ids, positions, routed_experts, images
-    chosen = tokens[:, 1:], None if topk_ids is None else topk_ids[:, 1:]
-    options = {'keep_cache': False, 'attend_with': attend_with}
-    options |= {'row_segments': row_segments, 'tree': tree}
-    if tree is not None:
-      states, chosen = self._forward(params, *inputs, **options)[0], (tokens, topk_ids)
-      states = layer_stack.at_previous(states, tree)
-    elif self.context is None:
-      states = self._forward(params, *inputs, **options)[0][:, :-1]
-    else:
-      cut = functools.partial(self.context.cut, length=tokens.shape[1])
-      inputs, chosen = jax.tree.map(cut, (inputs, chosen))
-      states = self._forward(params, *inputs, across=True, **options)[0]
-    scored: Any = {'entropy': entropy, 'nec': nec, 'sum_pi_squared': sum_pi_squared}
-    scored |= {'temperature': temperature, 'top_k': top_k}
+    options = {'attend_with': attend_with, 'row_segments': row_segments, 'tree': tree}
+    states, chosen, others = self._states_before(params, inputs, topk_ids, **options)
     scores = token_logprobs(
       states,
       self._head(params),
-      chosen[0],
-      topk_ids=chosen[1],
-      **scored,
+      chosen,
+      topk_ids=others,
+      temperature=temperature,
+      entropy=entropy,
+      nec=nec,
+      sum_pi_squared=sum_pi_squared,
+      top_k=top_k,
       softcap=self.config.logits_softcap,
       kernels=self.kernels,
       platform=self.platform,
@@ -344,9 +321,7 @@ class TransformerLM:
       join = lambda x: self.context.unshard(x, tokens.shape[1])[:, :-1]  # noqa: E731
       scores, values = jax.tree.map(join, (scores, values))
     if self.exact is not None:
-      forward = lambda *rows: self._exact_rows()(*rows)[0]  # noqa: E731
-      rows = params, tokens, temperature
-      exact = self.exact.row_logprobs(forward, self.last_logits, *rows)
+      exact = self._exact_logprobs(params, tokens, temperature)
       logprobs = exact_mode.with_gradient_of(exact, scores.logprobs)
       scores = scores._replace(logprobs=logprobs)
     arrangement: Any = {'segment_ids': segment_ids, 'tree': tree}
@@ -354,24 +329,40 @@ class TransformerLM:
     scores, values = jax.tree.map(shift, (scores._asdict(), values))
     return PolicyOutputs(**scores, values=values)
 
-  def score(self, params: Params, tokens: jax.Array, lengths: jax.Array) -> jax.Array:
-    """Computes the value head's score of whole sequences, as a reward model's.
+  def _states_before(
+    self,
+    params: Params,
+    inputs: tuple[Any, ...],
+    topk_ids: jax.Array | None,
+    *,
+    tree: TokenTree | None,
+    **options: Any,
+  ) -> tuple[jax.Array, jax.Array, jax.Array | None]:
+    """Returns states, and the tokens and `topk_ids` that each of them predicts.
 
-    It is read after each row's last token. A row depends on no other row.
-
-    Args:
-      params: The parameters.
-      tokens: `[B, T]` int32, left-aligned.
-      lengths: `[B]` int32, at least 1.
-
-    Returns:
-      `[B]` float32.
+    In a tree a token is predicted by the state of its parent, elsewhere by that of the
+    token before. Rows that `context` shards stay sharded.
     """
-    time = jnp.arange(tokens.shape[1])
-    segment_ids = (time < lengths[:, None]).astype(jnp.int32)
-    hidden = self.hidden(params, tokens, segment_ids)
-    last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    return layer_stack.embedding_and_head(self.config, params).value_head(last)
+    tokens = inputs[0]
+    run = functools.partial(self._forward, params, keep_cache=False, **options)
+    if tree is not None:
+      return layer_stack.at_previous(run(*inputs, tree=tree)[0], tree), tokens, topk_ids
+    chosen = tokens[:, 1:], None if topk_ids is None else topk_ids[:, 1:]
+    if self.context is None:
+      return run(*inputs)[0][:, :-1], *chosen
+    cut = functools.partial(self.context.cut, length=tokens.shape[1])
+    inputs, chosen = jax.tree.map(cut, (inputs, chosen))
+    return run(*inputs, across=True)[0], *chosen
+
+  def _exact_logprobs(
+    self, params: Params, tokens: jax.Array, temperature: jax.Array | float
+  ) -> jax.Array:
+    """Computes log-probs with the bits of `decode`, which have no gradient."""
+    assert self.exact is not None
+    forward = lambda *rows: self._exact_rows()(*rows)[0]  # noqa: E731
+    return self.exact.row_logprobs(
+      forward, self.last_logits, params, tokens, temperature
+    )
 
   def prefill(
     self, params: Params, tokens: jax.Array, lengths: jax.Array, images: Any = None
@@ -386,7 +377,7 @@ class TransformerLM:
 
     Returns:
       The logits `[P, V]` float32 after each prompt's last token, and the rows' keys and
-      values for `insert`.
+      values for `kv_cache.insert`.
     """
     time = jnp.arange(tokens.shape[1])
     segment_ids = (time < lengths[:, None]).astype(jnp.int32)
@@ -423,37 +414,6 @@ class TransformerLM:
       sizes=sizes,
       experts=self.router_replay,
     )
-
-  def insert(
-    self, cache: Cache, kv: caches.PrefillKV, row_index: jax.Array, slots: jax.Array
-  ) -> Cache:
-    """Copies rows of a prefill into slots of the cache.
-
-    Args:
-      cache: The cache; it must be at least as long as the prefill is wide.
-      kv: From `prefill`.
-      row_index: `[n]` int32, rows of the prefill.
-      slots: `[n]` int32, where each goes. One outside the cache is skipped, so that n
-        can be padded.
-
-    Returns:
-      The cache.
-    """
-    return caches.insert(cache, kv, row_index, slots)
-
-  def copy(self, cache: Cache, table: jax.Array, count: jax.Array) -> Cache:
-    """Copies slots to slots, in order.
-
-    Args:
-      cache: The cache.
-      table: `[n, 3]` int32, rows of source, target and length: at least that many
-        positions of the source are copied.
-      count: The number of rows of the table that count.
-
-    Returns:
-      The cache.
-    """
-    return caches.copy(cache, table, count)
 
   def decode(
     self,

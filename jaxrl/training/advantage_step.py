@@ -13,16 +13,22 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl.functional import reductions
 from jaxrl.functional.aggregation import token_weights
 from jaxrl.functional.components import call_component, fields_of, function_of
 from jaxrl.models import lora
 from jaxrl.options import ConfigError, defaults
 from jaxrl.training import forward_pass
-from jaxrl.training.batch_fields import BatchFields, HParams, make_batch_fields
+from jaxrl.training.batch_fields import (
+  BatchFields,
+  HParams,
+  make_batch_fields,
+  mask_out_rows,
+  restore_rows,
+  singleton_rows,
+)
 from jaxrl.training.batching.packing_plan import PackingPlan
 from jaxrl.training.train_state import StepSpec
-from jaxrl.types import Advantages, Algorithm, Array, Batch, Params, PolicyOutputs
+from jaxrl.types import Advantages, Array, Batch, Params, PolicyOutputs
 
 StepMetrics = dict[str, Array]
 
@@ -268,64 +274,3 @@ def _mean_and_std(advantages: Array, mask: Array) -> StepMetrics:
     'advantage/mean': mean,
     'advantage/std': jnp.sqrt(jnp.maximum(mean_square - mean**2, 0)),
   }
-
-
-def singleton_rows(algorithm: Algorithm, fields: BatchFields) -> Array:
-  """Finds expert rows that are a group of their own, among rollouts.
-
-  Args:
-    algorithm: Without rollouts, no row is singled out.
-    fields: Fields of the batch.
-
-  Returns:
-    `[B]` bool.
-  """
-  expert = fields['expert_mask']
-  if algorithm.data_format != 'rollout':
-    return jnp.zeros_like(expert)
-  ids = fields['group_ids']
-  group_sizes = reductions.gather(reductions.segment_sum(jnp.ones_like(ids), ids), ids)
-  return expert & (group_sizes == 1)
-
-
-def mask_out_rows(fields: BatchFields, rows: Array) -> BatchFields:
-  """Turns rows into padding, so that they enter no statistic.
-
-  Args:
-    fields: Fields of the batch.
-    rows: `[B]` bool, the rows to mask out.
-
-  Returns:
-    The fields, with ids −1 and no action in these rows.
-  """
-  ids = {
-    name: jnp.where(rows, -1, fields[name])
-    for name in ('group_ids', 'episode_ids', 'turn_ids')
-  }
-  return fields | ids | {'mask': fields['mask'] & ~rows[:, None]}
-
-
-def restore_rows(
-  result: Advantages, rows: Array, rewards: Array, mask: Array
-) -> Advantages:
-  """Sets the advantages of rows that were masked out to their rewards.
-
-  Args:
-    result: The advantages of the other rows.
-    rows: `[B]` bool, the rows that were masked out.
-    rewards: `[B, T]`, as the environment gave them.
-    mask: `[B, T]` action mask of all rows.
-
-  Returns:
-    The advantages of all rows; those of `rows` are their total reward on each action.
-  """
-  rows = rows[:, None]
-  row_rewards = jnp.where(mask, reductions.row_sum(rewards, mask)[:, None], 0)
-  returns, keep = result.returns, result.keep
-  return Advantages(
-    jnp.where(rows, row_rewards, result.advantages),
-    None if returns is None else jnp.where(rows, row_rewards, returns),
-    None if keep is None else keep | rows,
-    result.metrics,
-    result.state,
-  )

@@ -3,7 +3,8 @@
 A component (advantage, policy loss, …) lists the fields it reads as its positional
 parameters. This module says which fields a batch has on the devices, converts a `Batch`
 into a dict of fields, selects its rows, and computes the fields that components marked
-with `precompute` derive from a whole minibatch.
+with `precompute` derive from a whole minibatch. It also takes rows that are a group of
+their own out of the statistics of the others.
 """
 
 import inspect
@@ -17,7 +18,7 @@ from jaxrl.algorithms import requirements
 from jaxrl.component_table import component_name
 from jaxrl.functional import components, reductions
 from jaxrl.options import defaults
-from jaxrl.types import Algorithm, Array, Batch
+from jaxrl.types import Advantages, Algorithm, Array, Batch
 
 BatchFields = dict[str, Any]  # field name → array
 HParams = dict[str, Any]  # the traced options of a step; see `train_step`
@@ -286,3 +287,64 @@ def teacher_top_k(algorithm: Algorithm) -> int:
         )
       widths.append(top_k)
   return max(widths)
+
+
+def singleton_rows(algorithm: Algorithm, fields: BatchFields) -> Array:
+  """Finds expert rows that are a group of their own, among rollouts.
+
+  Args:
+    algorithm: Without rollouts, no row is singled out.
+    fields: Fields of the batch.
+
+  Returns:
+    `[B]` bool.
+  """
+  expert = fields['expert_mask']
+  if algorithm.data_format != 'rollout':
+    return jnp.zeros_like(expert)
+  ids = fields['group_ids']
+  group_sizes = reductions.gather(reductions.segment_sum(jnp.ones_like(ids), ids), ids)
+  return expert & (group_sizes == 1)
+
+
+def mask_out_rows(fields: BatchFields, rows: Array) -> BatchFields:
+  """Turns rows into padding, so that they enter no statistic.
+
+  Args:
+    fields: Fields of the batch.
+    rows: `[B]` bool, the rows to mask out.
+
+  Returns:
+    The fields, with ids −1 and no action in these rows.
+  """
+  ids = {
+    name: jnp.where(rows, -1, fields[name])
+    for name in ('group_ids', 'episode_ids', 'turn_ids')
+  }
+  return fields | ids | {'mask': fields['mask'] & ~rows[:, None]}
+
+
+def restore_rows(
+  result: Advantages, rows: Array, rewards: Array, mask: Array
+) -> Advantages:
+  """Sets the advantages of rows that were masked out to their rewards.
+
+  Args:
+    result: The advantages of the other rows.
+    rows: `[B]` bool, the rows that were masked out.
+    rewards: `[B, T]`, as the environment gave them.
+    mask: `[B, T]` action mask of all rows.
+
+  Returns:
+    The advantages of all rows; those of `rows` are their total reward on each action.
+  """
+  rows = rows[:, None]
+  row_rewards = jnp.where(mask, reductions.row_sum(rewards, mask)[:, None], 0)
+  returns, keep = result.returns, result.keep
+  return Advantages(
+    jnp.where(rows, row_rewards, result.advantages),
+    None if returns is None else jnp.where(rows, row_rewards, returns),
+    None if keep is None else keep | rows,
+    result.metrics,
+    result.state,
+  )

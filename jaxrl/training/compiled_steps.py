@@ -69,6 +69,17 @@ class CompiledSteps:
     """
     return _compile_train_step(self._spec, self._mesh, shape, self._hparams_key)
 
+  def compile(self, shape: BatchShape) -> dict[str, Callable[..., Any]]:
+    """Returns the compiled programs for batches of a shape.
+
+    Returns:
+      They by name, 'prepare' (if there is an advantage step) and 'train'.
+    """
+    programs = {}
+    if self._spec.has_advantage_step:
+      programs['prepare'] = self.advantage_step(shape)
+    return programs | {'train': self.train_step(shape)}
+
   def trace(self, shape: BatchShape) -> dict[str, Any]:
     """Traces the programs for batches of a shape, without compiling them.
 

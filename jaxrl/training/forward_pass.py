@@ -244,20 +244,21 @@ def _map_chunks(
 
 def accumulate_micro_batches(
   spec: StepSpec,
-  plan: PackingPlan,
+  index: Array | PackingPlan,
   grad_fn: MicroBatchGradFn,
   params: Params,
   fields: BatchFields,
   weights: Any,
 ) -> tuple[Params, Any]:
-  """Sums gradients and metrics over a plan's micro-batches.
+  """Sums gradients and metrics over the micro-batches of a minibatch.
 
-  The number of micro-batches is known only at run time: one program serves any number.
-  A plan with room for one has one, and its gradients are not added to anything.
+  How many micro-batches a plan has is known only at run time: one program serves any
+  number. A plan with room for one has one, and its gradients are not added to anything.
 
   Args:
     spec: The spec of the step.
-    plan: The micro-batches.
+    index: The micro-batches: `[num_micro_batches, R]`, of whose shape `fields` are the
+      rows in order, or a plan of packed rows.
     grad_fn: Computes gradients and metrics of one.
     params: The trained parameters.
     fields: Fields of the minibatch's rows `[N, …]`.
@@ -266,6 +267,9 @@ def accumulate_micro_batches(
   Returns:
     `(gradients, sums)`.
   """
+  if not isinstance(index, PackingPlan):
+    return _accumulate_chunks(spec, index.shape, grad_fn, params, (fields, weights))
+  plan = index
   if len(plan.micro_batch_rows) == 1:
     return micro_batch_grads(spec, plan, grad_fn, fields, weights, 0)
   start = zero_grads(spec, plan, grad_fn, params, fields, weights)
@@ -275,6 +279,31 @@ def accumulate_micro_batches(
     return jax.tree.map(jnp.add, total, grads)
 
   return jax.lax.fori_loop(0, plan.num_micro_batches, add, start)
+
+
+def _accumulate_chunks(
+  spec: StepSpec,
+  shape: tuple[int, ...],
+  grad_fn: MicroBatchGradFn,
+  params: Params,
+  arrays: tuple[BatchFields, Any],
+) -> tuple[Params, Any]:
+  """Sums gradients and metrics over `shape` [num_micro_batches, R] of the rows."""
+  split = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), arrays)
+
+  def run(micro_batch: Any) -> tuple[Params, Any]:
+    return grad_fn(*jax.tree.map(lambda x: constrain_rows(spec, x), micro_batch))
+
+  if spec.num_micro_batches == 1:
+    return run(jax.tree.map(lambda x: x[0], split))
+
+  def add(total: Params, micro_batch: Any) -> tuple[Params, Any]:
+    grads, sums = run(micro_batch)
+    return jax.tree.map(jnp.add, total, grads), sums
+
+  start = jax.tree.map(jnp.zeros_like, params)
+  grads, sums = jax.lax.scan(add, start, split)
+  return grads, jax.tree.map(lambda x: x.sum(0), sums)
 
 
 def micro_batch_grads(

@@ -408,15 +408,11 @@ class Learner:
     Returns:
       The batch's shape, and the compiled programs by name.
     """
-    compiled = CompiledSteps(self._spec, self.mesh, self._hparams())
     shape = self._batch_builder.batch_shape(length)
     if shape.num_parallel > 1 or train_state.sees_images(self._spec.model):
       shape, traced = self.trace(length)
       return shape, {name: one.lower().compile() for name, one in traced.items()}
-    programs = {}
-    if self._spec.has_advantage_step:
-      programs['prepare'] = compiled.advantage_step(shape)
-    return shape, programs | {'train': compiled.train_step(shape)}
+    return shape, CompiledSteps(self._spec, self.mesh, self._hparams()).compile(shape)
 
   def _hparams(self) -> dict[str, Any]:
     """Returns the traced options, as arrays of fixed dtypes."""
@@ -432,18 +428,12 @@ class Learner:
     hparams = jax.tree.map(lambda x: dtypes[type(x)](x), hparams)
     return hparams | {'seed': np.uint32(self.seed % 2**32)}
 
-  def _compiled_steps(
-    self, shape: BatchShape
-  ) -> tuple[Callable[..., Any] | None, Callable[..., Any]]:
-    """Returns the compiled (advantage step or None, train step) for a shape."""
+  def _compiled_programs(self, shape: BatchShape) -> dict[str, Callable[..., Any]]:
+    """Returns the compiled programs for a shape, as `CompiledSteps.compile` does."""
     if shape not in self._compiled_shapes:
       monitoring.log_recompile(shape, self._compiled_shapes, is_warm=self._is_warm)
       self._compiled_shapes.add(shape)
-    compiled = CompiledSteps(self._spec, self.mesh, self._hparams())
-    advantage_step = None
-    if self._spec.has_advantage_step:
-      advantage_step = compiled.advantage_step(shape)
-    return advantage_step, compiled.train_step(shape)
+    return CompiledSteps(self._spec, self.mesh, self._hparams()).compile(shape)
 
   def _warm_up(self) -> Metrics:
     start = time.perf_counter()
@@ -451,7 +441,7 @@ class Learner:
     shapes = self.warmup_shapes
     with CompileCounter() as counter:
       for shape in shapes:
-        self._compiled_steps(shape)
+        self._compiled_programs(shape)
         staleness.compile_limit_programs(
           self._staleness_limit, self.mesh, (shape.rows, shape.length), scored=scored
         )
@@ -474,19 +464,21 @@ class Learner:
       host_batch = replay.add_to_batch(self._spec.model, host_batch)
     is_recompile = self._is_warm and shape not in self._compiled_shapes
     with CompileCounter() as counter:
-      advantage_step, train_step = self._compiled_steps(shape)
+      programs = self._compiled_programs(shape)
       hparams = self._hparams()
       batch = self._put(host_batch)
       packed = time.perf_counter()
       batch, next_state, step_metrics = self._score(
-        groups, host_batch, batch, shape, indices, advantage_step
+        groups, host_batch, batch, shape, indices, programs.get('prepare')
       )
       batch, staleness_metrics = self._apply_staleness_limit(host_batch, batch)
       prepared = time.perf_counter()
       updates = []
       for index in indices:
         index = self._batch_builder.device_index(self.mesh, shape, index)
-        self._state, update_metrics = train_step(self._state, batch, index, hparams)
+        self._state, update_metrics = programs['train'](
+          self._state, batch, index, hparams
+        )
         updates.append(update_metrics)
       algorithm_state = {**self._state.algorithm_state, **next_state}
       self._state = dataclasses.replace(self._state, algorithm_state=algorithm_state)

@@ -146,7 +146,7 @@ def sees_images(model: Any) -> bool:
 def params_shapes(spec: StepSpec, mesh: Mesh) -> Params:
   """Returns shapes, dtypes and shardings of the model's parameters."""
   shapes = jax.eval_shape(spec.model.init, jax.random.key(0))
-  axes = spec.model.logical_axes(shapes)
+  axes = spec.model.logical_axes()
   return with_shardings(shapes, sharding.params_sharding(mesh, axes, shapes))
 
 

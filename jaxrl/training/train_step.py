@@ -294,13 +294,9 @@ def train_step(
   encoded = dataclasses.replace(state, params=params)
   minibatch = begin_minibatch(spec, encoded, batch, index, hparams)
   grad_fn = micro_batch_grad_fn(spec, params, minibatch.shared, hparams)
-  fields, weights = minibatch.fields, minibatch.weights
-  if isinstance(index, PackingPlan):
-    grads, sums = forward_pass.accumulate_micro_batches(
-      spec, index, grad_fn, trained, fields, weights
-    )
-  else:
-    grads, sums = _accumulate(spec, grad_fn, trained, index.shape, fields, weights)
+  grads, sums = forward_pass.accumulate_micro_batches(
+    spec, index, grad_fn, trained, minibatch.fields, minibatch.weights
+  )
   if through_tower is not None:
     (grads,) = through_tower(grads)
   return finish_minibatch(spec, state, grads, sums, hparams, minibatch.algorithm_state)
@@ -450,33 +446,6 @@ def finish_minibatch(
   metrics = {f'optimizer/{name}': x for name, x in metrics.items()}
   state = TrainState(params, opt_state, algorithm_state)
   return state, metrics | finish_metrics(sums)
-
-
-def _accumulate(
-  spec: StepSpec,
-  grad_fn: Callable[[BatchFields, LossWeights], tuple[Params, MetricSums]],
-  params: Params,
-  shape: tuple[int, ...],
-  fields: BatchFields,
-  weights: LossWeights,
-) -> tuple[Params, MetricSums]:
-  """Sums gradients and metrics over `shape` [num_micro_batches, R] of the rows."""
-  split = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (fields, weights))
-
-  def run(micro_batch: Any) -> tuple[Params, MetricSums]:
-    constrain = lambda x: forward_pass.constrain_rows(spec, x)  # noqa: E731
-    return grad_fn(*jax.tree.map(constrain, micro_batch))
-
-  if spec.num_micro_batches == 1:
-    return run(jax.tree.map(lambda x: x[0], split))
-
-  def add(total: Params, micro_batch: Any) -> tuple[Params, MetricSums]:
-    grads, sums = run(micro_batch)
-    return jax.tree.map(jnp.add, total, grads), sums
-
-  start = jax.tree.map(jnp.zeros_like, params)
-  grads, sums = jax.lax.scan(add, start, split)
-  return grads, jax.tree.map(lambda x: x.sum(0), sums)
 
 
 def _rescore(

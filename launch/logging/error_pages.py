@@ -7,6 +7,8 @@ import traceback
 
 from jaxrl.options import ConfigError
 from jaxrl.user_code import describe_error, user_place
+from launch.logging.console import Console
+from launch.logging.workdir import ERROR_FILE, Workdir
 
 # By the start of a config key, or by a flag of a command.
 PAGES = {
@@ -139,3 +141,34 @@ def report_user_error(error: Exception) -> int:
     raise error
   print_error(line)
   return 1
+
+
+def report_failure(error: Exception, console: Console, workdir: Workdir) -> int:
+  """Reports an error: in one line if the user can mend it, else with its traceback.
+
+  What a user's own code raises is a line with its place in that code. ERROR_FILE has
+  the traceback of either.
+  """
+  from jaxrl.rollout.queue.group_pipeline import InsufficientGroupsError
+  from jaxrl.rollout.weights.transport import WeightsError
+
+  workdir.end('failed')
+  text = ''.join(traceback.format_exception(error))
+  log = workdir.path / ERROR_FILE
+  try:
+    log.write_text(text)
+  except OSError:
+    log = None
+  refused = is_refusal(error)
+  known = refused or isinstance(
+    error, InsufficientGroupsError | WeightsError | OSError | ArithmeticError
+  )
+  line: Exception | str = '' if refused else describe_user_error(error)
+  line = line or (error if known else '')
+  if line:
+    print_error(line)
+  else:
+    print(text, file=sys.stderr)
+  if log and line:
+    console.say(f'(traceback in {log})', style='dim')
+  return 2 if refused else 1

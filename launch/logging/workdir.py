@@ -35,6 +35,7 @@ FREE = (
   'rollout.episode_timeout',
   'batch.logprob_mismatch_warn',
 )
+ERROR_FILE = 'error.txt'  # the traceback that ended the run
 RECORD_TYPES = {'config': dict, 'launches': list}
 PACKAGES = (
   'jaxrl jax jaxlib flax optax orbax-checkpoint transformers tokenizers numpy ray'

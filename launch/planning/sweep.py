@@ -253,7 +253,7 @@ def state_memory(run: PlannedRun, mesh: MeshSizes) -> float:
   """
   sizes, policy = run.settings.mesh.as_dict() | mesh, run.policy(run.trained_shape)
   devices = AbstractMesh(tuple(sizes.values()), tuple(sizes))
-  axes = policy.model.logical_axes(policy.params)
+  axes = policy.model.logical_axes()
   layouts = sharding.params_sharding(devices, axes, policy.params)
   sharded = jax.tree.map(
     lambda x, layout: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=layout),

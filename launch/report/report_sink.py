@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.options import ConfigError
+from launch.logging.console import Console
 from launch.logging.metric_sinks import (
   Decode,
   Metrics,
@@ -305,3 +306,18 @@ def collect_report(
     num_trained=history.num_trained(),
     varying=history.varying,
   )
+
+
+def tell_why_nothing_was_learned(workdir: pathlib.Path, console: Console) -> None:
+  """Ends with what is known about why a run did not learn, if that is so."""
+  history = MetricHistory(workdir / 'metrics.jsonl')
+  try:
+    history.update()
+  except ConfigError:  # the sinks have said that the file is damaged
+    return
+  findings = find_causes(history)
+  if findings:
+    console.say()
+    console.say('This run did not learn:', style='bold')
+  for finding in findings:
+    console.warn(str(finding))

@@ -1,5 +1,6 @@
-"""Prepares a run: checks its settings together, and loads the policy."""
+"""Prepares a run: checks its settings together, loads the policy, and describes it."""
 
+import logging
 import pathlib
 import shutil
 from typing import Any
@@ -7,14 +8,21 @@ from typing import Any
 import jax
 
 from jaxrl import model_loading
+from jaxrl.algorithms import requirements
+from jaxrl.component_table import join_calls
+from jaxrl.data import hub
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import num_players
+from jaxrl.functional.components import call_string
 from jaxrl.model_loading import LoadedModel
 from jaxrl.run_options import EnvOptions
 from launch.rollouts import offline_data
+from launch.rollouts.env_datasets import describe_tasks
 from launch.settings.run_settings import RunSettings
 from launch.settings.validation import validate, validate_training
+
+log = logging.getLogger(__name__)
 
 
 def check_run(settings: RunSettings, *, trains: bool) -> None:
@@ -92,3 +100,47 @@ def name_formats(chat: ChatOptions, policy: LoadedModel) -> dict[str, str]:
   if policy.tokenizer.chat_template is None:
     return {}
   return ChatTokenizer(policy.tokenizer, chat).format_names
+
+
+def describe_run(
+  settings: RunSettings, policy: LoadedModel, devices: str
+) -> dict[str, str]:
+  """Describes the run, a line for each part of it.
+
+  Args:
+    settings: Settings of the run.
+    policy: The model that it trains.
+    devices: Describes the devices that it trains on.
+  """
+  shape, algorithm = policy.model.config, settings.algorithm
+  count = sum(x.size for x in jax.tree.leaves(policy.params))
+  components = {
+    slot: call_string(component)
+    for slot, component in requirements.components_of(algorithm).items()
+  }
+  components['aggregation'] = str(algorithm.aggregation)
+  for key in ('filters', 'shapers'):
+    if calls := getattr(algorithm, key):
+      components[key] = join_calls(calls)
+  if algorithm.batch_unit == 'pair':  # its loss is a mean over pairs, whatever is set
+    components['aggregation'] = 'mean over pairs'
+  listing = ', '.join(f'{slot}={text}' for slot, text in components.items())
+  origin = hub.describe_checkpoint(settings.model.checkpoint) or 'scratch'
+  return {
+    'model': f'{shape.family}, {count:,} parameters, {shape.num_layers} layers, '
+    f'vocabulary {shape.vocab_size}, from {origin}',
+    'replies': _describe_replies(settings.chat, policy),
+    'devices': devices,
+    'data': describe_tasks(settings),
+    'algorithm': f'{settings.algorithm_name}: {listing}',
+  }
+
+
+def _describe_replies(options: ChatOptions, policy: LoadedModel) -> str:
+  """Says which tokens end a reply, and warns if that is doubtful."""
+  if policy.tokenizer.chat_template is None:
+    return 'no chat template: the model learns texts alone'
+  chat = ChatTokenizer(policy.tokenizer, options)
+  if chat.turn_end.doubt:
+    log.warning('--config.model.checkpoint: %s', chat.turn_end.doubt)
+  return chat.describe()

@@ -14,8 +14,11 @@ from jaxrl.models.model_config import ModelConfig
 from jaxrl.options import ConfigError, defaults
 from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.engine_base import EngineTraits
-from jaxrl.rollout.engine.jax_engine import JaxEngine, make_weights_format
-from jaxrl.rollout.engine.threaded_decode import decode_threads_error
+from jaxrl.rollout.engine.jax_engine import JaxEngine
+from jaxrl.rollout.engine.threaded_decode import (
+  decode_threads_error,
+  make_weights_format,
+)
 from jaxrl.run_options import RunOptions
 from launch.settings.run_settings import EngineSettings, RunSettings
 

@@ -16,6 +16,7 @@ import pytest
 from jaxrl.rollout.queue.group_pipeline import GroupPipeline
 from jaxrl.user_code import import_object
 from launch import train
+from launch.logging import error_pages
 from launch.logging.console import Console
 from launch.logging.workdir import Workdir
 from launch.runtime.signal_handler import SignalHandler
@@ -242,7 +243,7 @@ def test_what_a_users_filter_raises_is_a_line_with_its_place(
   if elsewhere:  # in an actor: its traceback does not arrive
     error = error.with_traceback(None)
   workdir = Workdir(tmp_path / 'run', {})
-  assert train.failed(error, Console(), workdir) == 1
+  assert error_pages.report_failure(error, Console(), workdir) == 1
   workdir.close()
   err = capsys.readouterr().err
   assert err.startswith(f'error: {message}') and err.count('\n') == 1

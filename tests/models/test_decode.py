@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxrl.models import kv_cache, layer_stack
 from tests.marks import slow
 from tests.models import small
 
@@ -23,7 +24,7 @@ class Decoder:
   def __init__(self, **changes):
     self.model, self.params = small.model_and_params(**changes)
     self.prefill = functools.partial(jax.jit(self.model.prefill), self.params)
-    self.insert = jax.jit(self.model.insert, donate_argnums=0)
+    self.insert = jax.jit(kv_cache.insert, donate_argnums=0)
     decode = jax.jit(self.model.decode, donate_argnums=1)
     self.decode = functools.partial(decode, self.params)
 
@@ -136,7 +137,7 @@ def test_one_prompt_fills_many_slots_and_padding_fills_none(decoder, tokens):
   _, kept = decoder.prefill(tokens[:, :WIDTH], LENGTHS)
   empty = decoder.model.init_cache(SLOTS, WINDOW)
   rows, slots = np.array([1, 1, 0, 2]), np.array([4, 2, SLOTS, -1])
-  cache = jax.jit(decoder.model.insert)(empty, kept, rows, slots)
+  cache = jax.jit(kv_cache.insert)(empty, kept, rows, slots)
   assert filled_slots(cache) == [{2, 4}] * (6 * CHUNKS)  # keys and values, 3 layers
   for chunk in jax.tree.leaves(cache):
     np.testing.assert_array_equal(chunk[4], chunk[2])
@@ -148,7 +149,7 @@ def test_a_slot_is_copied_as_far_as_it_reaches(decoder, tokens, length):
   empty = decoder.model.init_cache(SLOTS, WINDOW)
   cache = decoder.insert(empty, kept, np.array([2]), np.array([3]))
   table = np.array([[3, 1, length], [1, 4, length], [3, 0, length]], np.int32)
-  cache = jax.jit(decoder.model.copy, donate_argnums=0)(cache, table, 2)
+  cache = jax.jit(kv_cache.copy, donate_argnums=0)(cache, table, 2)
   reached = -(-length // CHUNK)
   near, far = [{1, 3, 4}] * reached, [{3}] * (CHUNKS - reached)
   assert filled_slots(cache) == [*near, *far] * 6
@@ -160,11 +161,11 @@ def test_a_slot_is_copied_as_far_as_it_reaches(decoder, tokens, length):
 def test_too_wide_a_prefill_is_refused(decoder, tokens):
   _, kept = decoder.prefill(tokens[:, :WIDTH], LENGTHS)
   with pytest.raises(ValueError, match='width 144 does not fit a cache of length 96'):
-    decoder.model.insert(decoder.model.init_cache(1, 90), kept, *[np.zeros(1, int)] * 2)
+    kv_cache.insert(decoder.model.init_cache(1, 90), kept, *[np.zeros(1, int)] * 2)
 
 
 def test_unstacked_parameters_give_the_same(decoder, tokens):
-  apart = decoder.model.unstack(decoder.params)
+  apart = layer_stack.unstack(decoder.model.config, decoder.params)
   assert len(apart['layers']) == 3
   logits, kept = jax.jit(decoder.model.prefill)(apart, tokens[:, :WIDTH], LENGTHS)
   expected, expected_kept = decoder.prefill(tokens[:, :WIDTH], LENGTHS)

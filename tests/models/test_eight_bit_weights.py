@@ -10,6 +10,7 @@ import pytest
 
 from jaxrl.component_calls import ComponentCall
 from jaxrl.model_loading import random_config
+from jaxrl.models import kv_cache, layer_stack
 from jaxrl.models.decoding import eight_bit_weights, joined_products
 from jaxrl.models.transformer_lm import TransformerLM
 from kernels import block_rounding
@@ -43,7 +44,7 @@ def prefill_and_decode(model, weights):
   tokens, lengths = small.tokens(2, 12), np.array([12, 5], np.int32)
   logits, kept = jax.jit(model.prefill)(weights, tokens, lengths)
   slots = np.arange(2, dtype=np.int32)
-  cache = model.insert(model.init_cache(2, 32), kept, slots, slots)
+  cache = kv_cache.insert(model.init_cache(2, 32), kept, slots, slots)
   inputs = cache, tokens[:, 0], lengths, np.int32(13)
   return logits, jax.jit(model.decode)(weights, *inputs)[0]
 
@@ -53,7 +54,7 @@ def prefill_and_decode(model, weights):
 def test_decode_is_that_of_rounded_matrices(changes, number, form):
   model, params = small.model_and_params(**changes)
   expected = prefill_and_decode(model, rounded_params(params, form))
-  encoded = eight_bit_weights.encode(model.unstack(params), form)
+  encoded = eight_bit_weights.encode(layer_stack.unstack(model.config, params), form)
   layer = encoded['layers'][0]
   codes = [x for x in jax.tree.leaves(layer) if x.dtype == form.dtype]
   assert len(codes) == number
@@ -73,7 +74,7 @@ def test_latents_are_expanded_by_rounded_matrices():
   shape = random_config(family=family, hidden_size=32, num_layers=2, vocab_size=67)
   model = TransformerLM(shape)
   params = jax.tree.map(lambda x: 3 * x, model.init(jax.random.key(1)))
-  encoded = eight_bit_weights.encode(model.unstack(params), INT8)
+  encoded = eight_bit_weights.encode(layer_stack.unstack(model.config, params), INT8)
   attention = encoded['layers'][0]['attention']
   assert all('codes' in attention[name] for name in ('kv_a', 'kv_b', 'o'))
   expected = prefill_and_decode(model, rounded_params(params, INT8))
@@ -88,8 +89,8 @@ def test_what_is_sent_is_what_an_engine_makes_itself(changes, form):
   sent = eight_bit_weights.to_send(params, form)
   names = {x.dtype.name for x in eight_bit_weights.parts(sent)}
   assert names == {'int8' if form == INT8 else 'uint8', 'bfloat16'}
-  arrived = eight_bit_weights.encode(model.unstack(sent), form)
-  here = eight_bit_weights.encode(model.unstack(params), form)
+  arrived = eight_bit_weights.encode(layer_stack.unstack(model.config, sent), form)
+  here = eight_bit_weights.encode(layer_stack.unstack(model.config, params), form)
   jax.tree.map(np.testing.assert_array_equal, arrived, here)
   assert {x.dtype.name for x in eight_bit_weights.parts(here)} == {
     form.dtype,

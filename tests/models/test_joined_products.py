@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.models import layer_stack
+from jaxrl.models import kv_cache, layer_stack
 from jaxrl.models.decoding import joined_products, output_major
 from jaxrl.models.lora import lora_adapters
 from jaxrl.rollout.engine.jax_engine import JaxEngine
@@ -26,7 +26,7 @@ from tests.models import small
 )
 def test_prefill_and_decode_are_the_same(changes, joined):
   model, params = small.model_and_params(**changes)
-  apart = model.unstack(params)
+  apart = layer_stack.unstack(model.config, params)
   one = joined_products.join(apart)
   layer = one['layers'][0]
   assert {*layer['attention'], *layer['mlp']} & {'qkv', 'gate_up'} == joined
@@ -39,14 +39,14 @@ def test_prefill_and_decode_are_the_same(changes, joined):
 
 
 def _arrange(model, params, dtype):
-  return output_major.arrange(model.unstack(params), dtype)
+  return output_major.arrange(layer_stack.unstack(model.config, params), dtype)
 
 
 def _prefill_and_decode(model, weights):
   tokens, lengths = small.tokens(2, 12), np.array([12, 5], np.int32)
   logits, kept = jax.jit(model.prefill)(weights, tokens, lengths)
   slots = np.arange(2, dtype=np.int32)
-  cache = model.insert(model.init_cache(2, 32), kept, slots, slots)
+  cache = kv_cache.insert(model.init_cache(2, 32), kept, slots, slots)
   inputs = cache, tokens[:, 0], lengths, np.int32(13)
   return logits, jax.jit(model.decode)(weights, *inputs)[0]
 
@@ -54,7 +54,7 @@ def _prefill_and_decode(model, weights):
 def test_adapters_stay_apart():
   lora = lora_adapters(rank=2, alpha=4.0, targets='k,up')
   model, params = small.model_and_params(lora=lora)
-  apart = model.unstack(params)
+  apart = layer_stack.unstack(model.config, params)
   assert jax.tree.structure(joined_products.join(apart)) == jax.tree.structure(apart)
   arranged = _arrange(model, apart, 'bfloat16')['layers'][0]
   for module, name in (('attention', 'k'), ('mlp', 'up')):
@@ -72,7 +72,7 @@ def test_adapters_stay_apart():
 @pytest.mark.parametrize('dtype, error', [('float32', 1e-5), ('bfloat16', 0.05)])
 def test_output_major_matrices_compute_the_same(changes, dtype, error):
   model, params = small.model_and_params(**changes)
-  plain = model.unstack(params)
+  plain = layer_stack.unstack(model.config, params)
   arranged = _arrange(model, params, dtype)
   rows = arranged['layers'][0]['attention']['o']['rows']
   assert rows.shape == (24, 64) and rows.dtype == dtype
@@ -86,7 +86,9 @@ def test_output_major_matrices_compute_the_same(changes, dtype, error):
 def test_layers_are_cut_by_a_program_each():
   model, params = small.model_and_params()
   cut = layer_stack.unstack_by_layer(model.config, params)
-  jax.tree.map(np.testing.assert_array_equal, cut, model.unstack(params))
+  jax.tree.map(
+    np.testing.assert_array_equal, cut, layer_stack.unstack(model.config, params)
+  )
 
 
 def test_one_row_is_multiplied_as_several():

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models import moe
+from jaxrl.models import kv_cache, moe
 from jaxrl.models.exact_mode import Exact
 from kernels import experts
 from tests.models import small
@@ -33,7 +33,7 @@ def decoded(model, params, tokens, steps=6):
   """Logits `[steps + 1, rows, V]`, and the cache, in slots that are not the rows'."""
   slots = np.array([2, 0, 1])
   logits, kept = jax.jit(model.prefill)(params, tokens[:, :WIDTH], LENGTHS)
-  cache = model.insert(model.init_cache(SLOTS, WINDOW), kept, np.arange(3), slots)
+  cache = kv_cache.insert(model.init_cache(SLOTS, WINDOW), kept, np.arange(3), slots)
   decode, out = jax.jit(model.decode), [logits]
   for step in range(steps):
     fed, positions = np.zeros((2, SLOTS), np.int32)
@@ -65,9 +65,7 @@ def test_decode_equals_the_forward_pass_and_keeps_the_routes(model_and_params):
 
 
 def model_cache_rows(cache, slot):
-  from jaxrl.models import kv_cache as caches
-
-  return caches.experts_of(cache, slot)
+  return kv_cache.experts_of(cache, slot)
 
 
 def test_a_replayed_route_is_taken_and_the_router_still_learns(model_and_params):

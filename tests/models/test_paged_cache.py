@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
-from jaxrl.models import transformer_lm
+from jaxrl.models import kv_cache, transformer_lm
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.types import SamplingParams
@@ -35,7 +35,7 @@ def run(model, params, tokens, slots, steps=10, limit=None, others=0):
   """Prefills rows, then feeds their next tokens; returns `[steps, rows, V]`."""
   _, kept = jax.jit(model.prefill)(params, tokens[:, :WIDTH], LENGTHS)
   cache = jax.tree.map(lambda x: x + 7, model.init_cache(SLOTS, WINDOW))
-  cache = jax.jit(model.insert)(cache, kept, np.arange(len(slots)), slots)
+  cache = jax.jit(kv_cache.insert)(cache, kept, np.arange(len(slots)), slots)
   decode, out = jax.jit(model.decode), []
   for step in range(steps):
     positions = np.full(SLOTS, others, np.int32)
@@ -80,7 +80,7 @@ def test_a_slot_is_copied_as_far_as_it_reaches():
   empty = model.init_cache(SLOTS, 300)
   cache = jax.tree.map(lambda x: x.at[:, 3].set(1), empty)
   table = np.array([[3, 1, 129], [1, 2, 128], [0, 0, 0]], np.int32)
-  cache = jax.jit(model.copy)(cache, table, 2)
+  cache = jax.jit(kv_cache.copy)(cache, table, 2)
   for pages in jax.tree.leaves(cache):
     filled = np.asarray(pages)[0, :, :, 0].sum(-1)
     np.testing.assert_array_equal(filled, [0, 256, 128, 384])

@@ -10,6 +10,7 @@ from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import huggingface
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.rollout.rewards.reward_model import score_rows
 from tests.marks import TORCH
 from tests.models import small
 from tests.models.test_huggingface import COMMON
@@ -53,7 +54,7 @@ def test_scores_equal_transformers(classifier):
   with torch.no_grad():
     mask = torch.tensor(tokens != 0)
     wanted = theirs(torch.tensor(tokens, dtype=torch.long), attention_mask=mask).logits
-  scores = jax.jit(TransformerLM(config).score)(params, tokens, lengths)
+  scores = score_rows(TransformerLM(config), params, tokens, lengths)
   assert np.ptp(scores) > 0.05  # they differ at all
   np.testing.assert_allclose(scores, wanted[:, 0].numpy(), atol=2e-5, rtol=2e-5)
   assert huggingface.pad_id(folder) == 0
@@ -64,7 +65,7 @@ def test_a_critics_head_scores_the_state_after_the_last_token(tmp_path):
   huggingface.save(tmp_path / 'critic', model.config, params)
   config, loaded = huggingface.load_scorer(tmp_path / 'critic')
   tokens, lengths = small.tokens(2, 8), np.array([8, 5])
-  scores = jax.jit(TransformerLM(config).score)(loaded, tokens, lengths)
+  scores = score_rows(TransformerLM(config), loaded, tokens, lengths)
   # A token more, and the critic's own column speaks of the state before it.
   longer = np.pad(tokens, ((0, 0), (0, 1)))
   values = jax.jit(model.policy_outputs)(params, longer, jnp.ones_like(longer)).values

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.models import transformer_lm
+from jaxrl.models import kv_cache, transformer_lm
 from jaxrl.models.decoding import slot_cache
 from kernels import cudnn_attention
 from kernels.paged_attention import reference
@@ -44,7 +44,7 @@ def test_a_slot_is_copied_as_far_as_it_reaches(gpu):
   cache = model.init_cache(SLOTS, 300)
   cache = jax.tree.map(lambda x: x.at[3].set(1), cache)
   table = np.array([[3, 1, 129], [1, 2, 64], [0, 0, 0]], np.int32)
-  cache = jax.jit(model.copy)(cache, table, 2)
+  cache = jax.jit(kv_cache.copy)(cache, table, 2)
   for kept in jax.tree.leaves(cache):
     filled = np.asarray(kept)[:, :, 0, 0].sum(-1)
     np.testing.assert_array_equal(filled, [0, 192, 64, 320])

@@ -244,7 +244,7 @@ def test_bfloat16_is_near_float32(qwen3):
 @pytest.mark.parametrize('family', FAMILIES)
 def test_every_axis_has_a_name(family):
   model, params = small.model_and_params(value_head=True, **FAMILIES[family])
-  axes = model.logical_axes(params)
+  axes = model.logical_axes()
   sizes = {'layers': 3, 'vocab': 67, 'embed': 24, 'embedding': 24, 'mlp': 40}
   sizes |= {'heads': 4, 'kv_heads': 2}
 
@@ -276,7 +276,7 @@ def test_shapes_are_told_without_memory():
   assert params['embedding']['table'].shape == (10**8, 2**14)  # 6.5 terabytes
   out = jax.eval_shape(model.hidden, params, *[small.tokens(1, 4)] * 2)
   assert out.shape == (1, 4, 2**14)
-  assert model.logical_axes(params)['embedding']['table'] == ('vocab', 'embedding')
+  assert model.logical_axes()['embedding']['table'] == ('vocab', 'embedding')
 
 
 def test_model_is_hashable_and_init_is_a_function_of_its_key():

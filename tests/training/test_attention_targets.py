@@ -158,7 +158,7 @@ def test_decode_step_updates_its_pages_in_place():
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=NamedSharding(mesh, spec))
 
   params = jax.eval_shape(model.init, jax.random.key(0))
-  layouts = sharding.params_sharding(mesh, model.logical_axes(params), params)
+  layouts = sharding.params_sharding(mesh, model.logical_axes(), params)
   params = jax.tree.map(lambda x, s: abstract(x, s.spec), params, layouts)
   pages = P('tensor', ('data', 'fsdp'))
   cache = jax.eval_shape(lambda: model.init_cache(16, 4096))

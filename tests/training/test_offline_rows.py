@@ -9,7 +9,7 @@ import pytest
 
 from jaxrl.algorithms import registry, requirements
 from jaxrl.functional import components, losses
-from jaxrl.training import advantage_step, monitoring
+from jaxrl.training import batch_fields, monitoring
 from jaxrl.training.batching.batch_builder import collate
 from jaxrl.types import Advantages, Algorithm
 from tests.calls import make_algorithm
@@ -73,9 +73,9 @@ def advantage(algorithm, inputs):
 
 
 def whole(algorithm, inputs):
-  lone = advantage_step.singleton_rows(algorithm, inputs)
-  result = advantage(algorithm, advantage_step.mask_out_rows(inputs, lone))
-  return advantage_step.restore_rows(result, lone, inputs['rewards'], inputs['mask'])
+  lone = batch_fields.singleton_rows(algorithm, inputs)
+  result = advantage(algorithm, batch_fields.mask_out_rows(inputs, lone))
+  return batch_fields.restore_rows(result, lone, inputs['rewards'], inputs['mask'])
 
 
 @every_advantage
@@ -119,17 +119,17 @@ def test_the_statistics_of_a_batch_would_feel_them():
 def test_rated_rows_of_one_prompt_and_runs_of_files_stay_in():
   inputs = columns()
   inputs['group_ids'] = inputs['group_ids'].at[-1].set(inputs['group_ids'][-2])
-  lone = advantage_step.singleton_rows(make_algorithm('grpo'), inputs)
+  lone = batch_fields.singleton_rows(make_algorithm('grpo'), inputs)
   np.testing.assert_array_equal(np.flatnonzero(lone), [PLAYED])
   of_files = Algorithm(policy_loss=losses.sft, data_format='messages')
-  assert not advantage_step.singleton_rows(of_files, inputs).any()
+  assert not batch_fields.singleton_rows(of_files, inputs).any()
 
 
 def test_what_an_advantage_leaves_open_stays_open():
   inputs = columns()
-  lone = advantage_step.singleton_rows(make_algorithm('grpo'), inputs)
+  lone = batch_fields.singleton_rows(make_algorithm('grpo'), inputs)
   zeros = jnp.zeros_like(inputs['rewards'])
-  restored = advantage_step.restore_rows(
+  restored = batch_fields.restore_rows(
     Advantages(zeros, state=3), lone, inputs['rewards'], inputs['mask']
   )
   assert (restored.returns, restored.keep, restored.state) == (None, None, 3)

@@ -38,7 +38,7 @@ class Bigram:
     head = {'value_head': {'kernel': jnp.zeros(64)}} if self.config.value_head else {}
     return {'bigram': {'table': table}} | head
 
-  def logical_axes(self, params):
+  def logical_axes(self):
     head = {'value_head': {'kernel': (None,)}} if self.config.value_head else {}
     return {'bigram': {'table': ('vocab', None)}} | head
 

@@ -13,18 +13,16 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from jaxrl.functional.advantages.group_relative import (
+  from jaxrl.functional.advantages.group_baselines import (
     asymre,
     best_of_group,
-    clip_b,
-    clip_v,
-    grpo,
     maxrl,
     opmd,
+    optimal_token_baseline,
     rec,
     rloo,
   )
-  from jaxrl.functional.advantages.optimal_baseline import optimal_token_baseline
+  from jaxrl.functional.advantages.group_relative import grpo
   from jaxrl.functional.advantages.process_supervision import process_grpo
   from jaxrl.functional.advantages.reward_normalisation import (
     gdpo,
@@ -39,6 +37,8 @@ if TYPE_CHECKING:
   )
   from jaxrl.functional.advantages.token_level import (
     agentic_reinforce,
+    clip_b,
+    clip_v,
     gae,
     grpo_distill,
     jsd,
@@ -88,23 +88,23 @@ __all__ = [
 ]
 
 _NAMES_OF_MODULE = {
-  'group_relative': (
+  'group_baselines': (
     'asymre',
     'best_of_group',
-    'clip_b',
-    'clip_v',
-    'grpo',
     'maxrl',
     'opmd',
+    'optimal_token_baseline',
     'rec',
     'rloo',
   ),
-  'optimal_baseline': ('optimal_token_baseline',),
+  'group_relative': ('grpo',),
   'process_supervision': ('process_grpo',),
   'reward_normalisation': ('gdpo', 'init_moments', 'normalise', 'update_moments'),
   'role_relative': ('hierarchical_grpo', 'init_baselines', 'rae'),
   'token_level': (
     'agentic_reinforce',
+    'clip_b',
+    'clip_v',
     'gae',
     'grpo_distill',
     'jsd',

@@ -328,3 +328,110 @@ def jsd(
   divided = total / jnp.where(share == 0, 1, share)
   value = coef * jnp.where(share == 0, jnp.expm1(d), divided)
   return Advantages(jnp.where(mask, value, 0))
+
+
+@component(group_relative=True)
+def clip_b(
+  rewards: Array,
+  mask: Array,
+  group_ids: Array,
+  episode_ids: Array,
+  old_logprobs: Array,
+  entropy: Array,
+  *,
+  mu: float = 2.5,
+) -> Advantages:
+  """Computes GRPO without tokens with A < 0 and S < mean(S) − μσ (arXiv 2602.03392).
+
+  S_t = e^p(H + p) tells how a token's update moves the entropy. Tokens with A < 0 and S
+  < mean(S) − μσ are dropped, σ being the population standard deviation of S over action
+  tokens. A is that of `grpo`, so a group of one has A = R.
+
+  Args:
+    rewards: `[B, T]` float, the reward at each token.
+    mask: `[B, T]` bool, True at action tokens.
+    group_ids: `[B]` int32, the group (task) of each row; −1 at padding rows.
+    episode_ids: `[B]` int32, the episode of each row; −1 at padding rows.
+    old_logprobs: `[B, T]` log-probs by the policy before the update.
+    entropy: `[B, T]` entropy of the distribution that predicted each token.
+    mu: The factor μ on the standard deviation σ.
+
+  Returns:
+    Advantages `[B, T]`. Metric 'dropped'.
+  """
+  out = grpo(rewards, mask, group_ids, episode_ids)
+  mask = jnp.asarray(mask, bool)
+  s = jnp.where(
+    mask, reductions.clipped_exp(old_logprobs) * (entropy + old_logprobs), 0
+  )
+  centred = jnp.where(mask, s - reductions.masked_mean(s, mask), 0)
+  sigma = reductions.safe_sqrt(reductions.masked_mean(centred**2, mask))
+  drop = mask & (out.advantages < 0) & (centred < -mu * sigma)
+  return _without(out, drop, mask)
+
+
+@component(group_relative=True)
+def clip_v(
+  rewards: Array,
+  mask: Array,
+  group_ids: Array,
+  episode_ids: Array,
+  old_logprobs: Array,
+  entropy: Array,
+  nec: Array,
+  *,
+  mu: float = 8.5,
+  max_frac: float = 1e-4,
+  drop_zero: bool = False,
+) -> Advantages:
+  """Computes GRPO without tokens with A < 0 and NEC − S > μσ (arXiv 2602.03392).
+
+  Tokens with A < 0 and D = NEC − S > μσ are dropped, with S as in `clip_b` and σ the
+  population standard deviation of D over action tokens. When too many would be dropped,
+  the max(⌊max_frac·tokens⌋, 1) with the largest D are. A is that of `grpo`, so a group
+  of one has A = R.
+
+  Tokens with A = 0 stay, and count in the denominator, KL and entropy: by the paper's
+  Theorem 3.3 an update moves the entropy by −η·r·A·(S − E[S]), so theirs moves nothing;
+  of KL and entropy terms it says nothing. Trinity-RFT 0.6.0 drops those with D > μσ
+  too, however many there are, although its `clipb` keeps them.
+
+  Args:
+    rewards: `[B, T]` float, the reward at each token.
+    mask: `[B, T]` bool, True at action tokens.
+    group_ids: `[B]` int32, the group (task) of each row; −1 at padding rows.
+    episode_ids: `[B]` int32, the episode of each row; −1 at padding rows.
+    old_logprobs: `[B, T]` log-probs by the policy before the update.
+    entropy: `[B, T]` entropy of the distribution that predicted each token.
+    nec: `[B, T]` Σ_v p_v²(H + log p_v), the mean of S under the policy; see
+      `entropy.nec`.
+    mu: The factor μ on the standard deviation σ.
+    max_frac: The largest share of action tokens to drop.
+    drop_zero: Whether tokens with A = 0 and D > μσ are dropped too, beyond `max_frac`.
+
+  Returns:
+    Advantages `[B, T]`. Metric 'dropped'.
+  """
+  out = grpo(rewards, mask, group_ids, episode_ids)
+  mask = jnp.asarray(mask, bool)
+  s = reductions.clipped_exp(old_logprobs) * (entropy + old_logprobs)
+  d = jnp.where(mask, nec - s, 0)
+  centred = jnp.where(mask, d - reductions.masked_mean(d, mask), 0)
+  sigma = reductions.safe_sqrt(reductions.masked_mean(centred**2, mask))
+  is_far = mask & (sigma > 1e-12) & (d > mu * sigma)  # all equal: none is far
+  drop = is_far & (out.advantages < 0)
+  most = jnp.maximum(jnp.floor(max_frac * jnp.sum(mask)), 1).astype(jnp.int32)
+  place = jnp.where(
+    drop, reductions.float_order_bits(d), -1
+  )  # d > 0 where it is dropped
+  drop &= place >= reductions.largest_float_where(
+    lambda bound: jnp.sum(place >= bound) >= most
+  )
+  if drop_zero:
+    drop |= is_far & (out.advantages == 0)
+  return _without(out, drop, mask)
+
+
+def _without(out: Advantages, drop: Array, mask: Array) -> Advantages:
+  metrics = out.metrics | {'dropped': reductions.masked_mean(1.0 * drop, mask)}
+  return Advantages(out.advantages, None, ~drop, metrics)

@@ -12,11 +12,12 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-  from jaxrl.functional.losses.clipped import cispo, gspo, ppo_clip, sapo, value_loss
+  from jaxrl.functional.losses.clipped import ppo_clip, sapo, value_loss
   from jaxrl.functional.losses.covariance import clip_cov, kl_cov, token_covariance
   from jaxrl.functional.losses.distillation import distill, self_distill
   from jaxrl.functional.losses.expert_mixture import chord_mu, mix, mix_chord
   from jaxrl.functional.losses.importance_weighted import (
+    cispo,
     importance_sampling,
     kimi,
     m2po,
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
   from jaxrl.functional.losses.likelihood import opmd, sft, sft_is, sft_phi, vanilla
   from jaxrl.functional.losses.preference import check_pairs, dpo, hinge, ipo
   from jaxrl.functional.losses.proximal import a3po, proximal_logprobs
-  from jaxrl.functional.losses.sequence_weighted import gmpo, vespo
+  from jaxrl.functional.losses.sequence_weighted import gmpo, gspo, vespo
   from jaxrl.functional.losses.trust_region import (
     dppo_kl,
     dppo_tv,
@@ -81,11 +82,12 @@ __all__ = [
 ]
 
 _NAMES_OF_MODULE = {
-  'clipped': ('cispo', 'gspo', 'ppo_clip', 'sapo', 'value_loss'),
+  'clipped': ('ppo_clip', 'sapo', 'value_loss'),
   'covariance': ('clip_cov', 'kl_cov', 'token_covariance'),
   'distillation': ('distill', 'self_distill'),
   'expert_mixture': ('chord_mu', 'mix', 'mix_chord'),
   'importance_weighted': (
+    'cispo',
     'importance_sampling',
     'kimi',
     'm2po',
@@ -98,8 +100,14 @@ _NAMES_OF_MODULE = {
   'likelihood': ('opmd', 'sft', 'sft_is', 'sft_phi', 'vanilla'),
   'preference': ('check_pairs', 'dpo', 'hinge', 'ipo'),
   'proximal': ('a3po', 'proximal_logprobs'),
-  'sequence_weighted': ('gmpo', 'vespo'),
-  'trust_region': ('dppo_kl', 'dppo_tv', 'dro', 'probability_band', 'stable_reinforce'),
+  'sequence_weighted': ('gmpo', 'gspo', 'vespo'),
+  'trust_region': (
+    'dppo_kl',
+    'dppo_tv',
+    'dro',
+    'probability_band',
+    'stable_reinforce',
+  ),
 }
 _MODULE_OF_NAME = {
   name: module for module, names in _NAMES_OF_MODULE.items() for name in names

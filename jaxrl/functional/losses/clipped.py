@@ -1,12 +1,10 @@
-"""Clipped losses bound the policy ratio: PPO, CISPO, SAPO, GSPO, and PPO's critic."""
-
-from typing import Literal
+"""Clipped losses bound the policy ratio: PPO and its critic, and SAPO."""
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.functional.components import component
-from jaxrl.functional.reductions import clipped_exp, row_mean, turn_mean, zero_outside
+from jaxrl.functional.reductions import clipped_exp, row_mean, zero_outside
 from jaxrl.types import Array
 
 
@@ -63,45 +61,6 @@ def ppo_clip(
 
 
 @component(on_policy=True)
-def cispo(
-  logprobs: Array,
-  old_logprobs: Array,
-  advantages: Array,
-  mask: Array,
-  *,
-  clip_low: float = 1.0,
-  clip_high: float = 0.28,
-  mask_clipped: bool = False,
-) -> tuple[Array, dict[str, Array]]:
-  """Computes L_t = −A·sg(clip(r, 1−ε_low, 1+ε_high)·keep)·p (arXiv 2506.13585).
-
-  It clips the importance weight, not the update: every token has a gradient.
-
-  Args:
-    logprobs: `[B, T]` the policy's log-probs p, with gradient.
-    old_logprobs: `[B, T]` the old log-probs o.
-    advantages: `[B, T]` the advantages A.
-    mask: `[B, T]` bool, True at action tokens.
-    clip_low: ε_low.
-    clip_high: ε_high.
-    mask_clipped: Whether keep = 0 where PPO would clip, that is where A > 0 and r >
-      1+ε_high, or A < 0 and r < 1−ε_low.
-
-  Returns:
-    Loss `[B, T]` and the metrics 'clip_fraction' and 'ratio'.
-  """
-  p, a, d = zero_outside(mask, logprobs, advantages, logprobs - old_logprobs)
-  r = jax.lax.stop_gradient(clipped_exp(d))
-  weight = jnp.clip(r, 1 - clip_low, 1 + clip_high)
-  up, down = r > 1 + clip_high, r < 1 - clip_low
-  if mask_clipped:
-    cut = (up & (a > 0)) | (down & (a < 0))
-    weight = jnp.where(cut, 0, weight)
-  metrics = {'clip_fraction': (up | down).astype(jnp.float32), 'ratio': r}
-  return -a * weight * p, metrics
-
-
-@component(on_policy=True)
 def sapo(
   logprobs: Array,
   old_logprobs: Array,
@@ -145,60 +104,6 @@ def _sigmoid_jvp(primals, tangents):
   (x,), (dx,) = primals, tangents
   value = jax.nn.sigmoid(x)
   return value, value * jax.nn.sigmoid(-x) * dx
-
-
-@component(on_policy=True)
-def gspo(
-  logprobs: Array,
-  old_logprobs: Array,
-  advantages: Array,
-  mask: Array,
-  *,
-  clip_low: float = 3e-4,
-  clip_high: float = 4e-4,
-  level: Literal['sequence', 'turn'] = 'sequence',
-  gradient: Literal['token', 'mean'] = 'token',
-) -> tuple[Array, dict[str, Array]]:
-  """Computes PPO's clip of a sequence ratio (GSPO, arXiv 2507.18071).
-
-  L_t = max(−A·s, −A·clip(s, 1−ε_low, 1+ε_high)) with the length-normalised ratio s =
-  e^{p − sg(p) + sg(mean_t(p−o))}: a sequence's ratio with a token's gradient. Aggregate
-  it with sequence_mean_token_mean.
-
-  Args:
-    logprobs: `[B, T]` the policy's log-probs p, with gradient.
-    old_logprobs: `[B, T]` the old log-probs o.
-    advantages: `[B, T]` the advantages A.
-    mask: `[B, T]` bool, True at action tokens.
-    clip_low: ε_low.
-    clip_high: ε_high.
-    level: The mean is over the row ('sequence') or over each unbroken stretch of action
-      tokens ('turn').
-    gradient: 'token' as above; 'mean' is the plain form s = e^{mean_t(p−o)}.
-
-  Returns:
-    Loss `[B, T]` and the metrics 'clip_fraction', 'ratio' and 'approx_kl'.
-  """
-  p, a, d = zero_outside(mask, logprobs, advantages, logprobs - old_logprobs)
-  if level == 'sequence':
-    mean = jnp.broadcast_to(row_mean(d, mask)[:, None], d.shape)
-  elif level == 'turn':
-    mean = turn_mean(d, mask)
-  else:
-    raise ValueError(f"level is {level!r}; it must be 'sequence' or 'turn'")
-  if gradient == 'token':
-    mean = p - jax.lax.stop_gradient(p) + jax.lax.stop_gradient(mean)
-  elif gradient != 'mean':
-    raise ValueError(f"gradient is {gradient!r}; it must be 'token' or 'mean'")
-  s = clipped_exp(mean)
-  plain = -a * s
-  clipped = -a * jnp.clip(s, 1 - clip_low, 1 + clip_high)
-  metrics = {
-    'clip_fraction': (clipped > plain).astype(jnp.float32),
-    'ratio': s,
-    'approx_kl': -d,
-  }
-  return jnp.maximum(plain, clipped), metrics
 
 
 @component()

@@ -337,3 +337,42 @@ def _kept(keep: str, r: Array, s: Array, a: Array, bounds: tuple) -> Array:
   if keep != 'ring':
     raise ValueError(f'keep is {keep!r}; it must be one of {Keep.__args__}')
   return within | ((a >= 0) & (r <= 1 - ring_low)) | ((a <= 0) & (r >= 1 + ring_high))
+
+
+@component(on_policy=True)
+def cispo(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  clip_low: float = 1.0,
+  clip_high: float = 0.28,
+  mask_clipped: bool = False,
+) -> tuple[Array, dict[str, Array]]:
+  """Computes L_t = −A·sg(clip(r, 1−ε_low, 1+ε_high)·keep)·p (arXiv 2506.13585).
+
+  It clips the importance weight, not the update: every token has a gradient.
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    old_logprobs: `[B, T]` the old log-probs o.
+    advantages: `[B, T]` the advantages A.
+    mask: `[B, T]` bool, True at action tokens.
+    clip_low: ε_low.
+    clip_high: ε_high.
+    mask_clipped: Whether keep = 0 where PPO would clip, that is where A > 0 and r >
+      1+ε_high, or A < 0 and r < 1−ε_low.
+
+  Returns:
+    Loss `[B, T]` and the metrics 'clip_fraction' and 'ratio'.
+  """
+  p, a, d = zero_outside(mask, logprobs, advantages, logprobs - old_logprobs)
+  r = jax.lax.stop_gradient(clipped_exp(d))
+  weight = jnp.clip(r, 1 - clip_low, 1 + clip_high)
+  up, down = r > 1 + clip_high, r < 1 - clip_low
+  if mask_clipped:
+    cut = (up & (a > 0)) | (down & (a < 0))
+    weight = jnp.where(cut, 0, weight)
+  metrics = {'clip_fraction': (up | down).astype(jnp.float32), 'ratio': r}
+  return -a * weight * p, metrics

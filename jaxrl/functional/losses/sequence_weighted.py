@@ -1,12 +1,19 @@
 """Sequence-weighted losses give all tokens of a row one weight, made of ratios."""
 
 import math
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.functional.components import component
-from jaxrl.functional.reductions import clipped_exp, row_mean, row_sum, zero_outside
+from jaxrl.functional.reductions import (
+  clipped_exp,
+  row_mean,
+  row_sum,
+  turn_mean,
+  zero_outside,
+)
 from jaxrl.types import Array
 
 SMALLEST_WEIGHT = math.log(1e-8)  # of a sequence, as in the code of VESPO's authors
@@ -87,3 +94,57 @@ def vespo(
   decay = jnp.where(a >= 0, decay_positive, decay_negative)
   weight = jnp.exp(decay + k * log_w - decay * jnp.exp(log_w))
   return -a * weight * p, {'weight': jnp.where(mask, weight, 0)}
+
+
+@component(on_policy=True)
+def gspo(
+  logprobs: Array,
+  old_logprobs: Array,
+  advantages: Array,
+  mask: Array,
+  *,
+  clip_low: float = 3e-4,
+  clip_high: float = 4e-4,
+  level: Literal['sequence', 'turn'] = 'sequence',
+  gradient: Literal['token', 'mean'] = 'token',
+) -> tuple[Array, dict[str, Array]]:
+  """Computes PPO's clip of a sequence ratio (GSPO, arXiv 2507.18071).
+
+  L_t = max(−A·s, −A·clip(s, 1−ε_low, 1+ε_high)) with the length-normalised ratio s =
+  e^{p − sg(p) + sg(mean_t(p−o))}: a sequence's ratio with a token's gradient. Aggregate
+  it with sequence_mean_token_mean.
+
+  Args:
+    logprobs: `[B, T]` the policy's log-probs p, with gradient.
+    old_logprobs: `[B, T]` the old log-probs o.
+    advantages: `[B, T]` the advantages A.
+    mask: `[B, T]` bool, True at action tokens.
+    clip_low: ε_low.
+    clip_high: ε_high.
+    level: The mean is over the row ('sequence') or over each unbroken stretch of action
+      tokens ('turn').
+    gradient: 'token' as above; 'mean' is the plain form s = e^{mean_t(p−o)}.
+
+  Returns:
+    Loss `[B, T]` and the metrics 'clip_fraction', 'ratio' and 'approx_kl'.
+  """
+  p, a, d = zero_outside(mask, logprobs, advantages, logprobs - old_logprobs)
+  if level == 'sequence':
+    mean = jnp.broadcast_to(row_mean(d, mask)[:, None], d.shape)
+  elif level == 'turn':
+    mean = turn_mean(d, mask)
+  else:
+    raise ValueError(f"level is {level!r}; it must be 'sequence' or 'turn'")
+  if gradient == 'token':
+    mean = p - jax.lax.stop_gradient(p) + jax.lax.stop_gradient(mean)
+  elif gradient != 'mean':
+    raise ValueError(f"gradient is {gradient!r}; it must be 'token' or 'mean'")
+  s = clipped_exp(mean)
+  plain = -a * s
+  clipped = -a * jnp.clip(s, 1 - clip_low, 1 + clip_high)
+  metrics = {
+    'clip_fraction': (clipped > plain).astype(jnp.float32),
+    'ratio': s,
+    'approx_kl': -d,
+  }
+  return jnp.maximum(plain, clipped), metrics

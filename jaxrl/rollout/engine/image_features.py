@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxrl.models import kv_cache
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.models.vision import image_places, vision_tower
@@ -190,4 +191,4 @@ def _prefill(
 ) -> Cache:
   params = params | {'vision': table}
   _, kept = model.prefill(params, tokens, lengths, places)
-  return model.insert(cache, kept, jnp.arange(tokens.shape[0]), slots)
+  return kv_cache.insert(cache, kept, jnp.arange(tokens.shape[0]), slots)

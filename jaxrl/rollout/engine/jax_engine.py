@@ -15,7 +15,6 @@ All device work runs on the `DeviceThread`, so the event loop is never blocked.
 """
 
 import asyncio
-import dataclasses
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
@@ -40,11 +39,16 @@ from jaxrl.rollout.engine.engine_base import (
 )
 from jaxrl.rollout.engine.model_runner import default_buckets
 from jaxrl.rollout.engine.scheduler import Scheduler, SchedulerOutput
-from jaxrl.rollout.engine.threaded_decode import check_cache_use, make_model_runner
+from jaxrl.rollout.engine.threaded_decode import (
+  check_cache_use,
+  configure_model,
+  make_model_runner,
+  make_weights_format,
+)
 from jaxrl.types import Params, SamplingParams
 
 if TYPE_CHECKING:
-  from kernels.block_rounding import BlockFormat
+  pass
 
 
 @option_ranges(
@@ -135,22 +139,15 @@ class JaxEngine(EngineBase):
       tokenizer, max_length=max_length, vocab_size=model.config.vocab_size
     )
     sharding = sharding or jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    platform = next(iter(sharding.device_set)).platform
-    model = dataclasses.replace(model, platform=platform)
-    if exact:
-      model = dataclasses.replace(model, exact=Exact.for_slots(max_num_seqs))
-    if router_replay:
-      model = dataclasses.replace(model, router_replay=True)
-    fits = platform == 'cpu' and model.exact is None and sharding.num_devices == 1
     weights_format = make_weights_format(weights_dtype, weights_block)
-    if weights_format is not None and model.exact is not None:
-      raise ValueError(f'weights_dtype={weights_dtype!r} is not for exact mode')
-    if weights_dtype and weights_format is None and not fits:
-      raise ValueError(
-        f'weights_dtype={weights_dtype!r} is for one CPU device, and not for exact mode'
-      )
-    if fits and 'bfloat16' in (weights_dtype, model.dtype):
-      model = dataclasses.replace(model, weights_dtype='bfloat16')
+    model = configure_model(
+      model,
+      sharding,
+      exact=Exact.for_slots(max_num_seqs) if exact else None,
+      router_replay=router_replay,
+      weights_dtype=weights_dtype,
+      weights_format=weights_format,
+    )
     has_prompts = keeps_prompts(model.config, max_length, exact=exact)
     drafting = check_cache_use(
       *(model, draft_tokens, draft_match, prompt_block),
@@ -464,20 +461,3 @@ def _to_host(array: Any) -> np.ndarray | None:
   """Copies `[D, S, …]` results to the host; slots may come in several arrays."""
   pieces = jax.tree.leaves(array)
   return np.concatenate(pieces, axis=1) if pieces else None
-
-
-def make_weights_format(weights_dtype: str, weights_block: int) -> 'BlockFormat | None':
-  """Returns the format of 8-bit weights.
-
-  Args:
-    weights_dtype: As for `JaxEngine`.
-    weights_block: As there.
-
-  Returns:
-    The format; None for weights of more bits.
-  """
-  if weights_dtype not in ('int8', 'float8_e4m3fn'):
-    return None
-  from kernels.block_rounding import BlockFormat  # few engines have 8-bit weights
-
-  return BlockFormat(weights_dtype, weights_block)

@@ -12,7 +12,7 @@ that share it.
 import dataclasses
 import functools
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -196,30 +196,18 @@ class ModelRunner:
     # A loop of unknown length and branches cost a CPU or TPU nothing, and save steps
     # once all slots have ended. On a GPU the host waits for the device at each of them.
     self._is_static = platform_of(model.platform) == 'gpu'
-    needs = token_sampling.STATIC_NEEDS if self._is_static else (token_sampling.ANY,)
-    self._decode = {
-      need: jax.jit(
-        partial(decode_slots, model, decode_steps, need), donate_argnums=(1, 2)
-      )
-      for need in needs
-    }
-    if drafting is not None:
-      from jaxrl.rollout.engine import speculative_decode  # most engines draft nothing
-
-      program = partial(
-        speculative_decode.decode_with_drafts, model, decode_steps, drafting
-      )
-      self._decode = {token_sampling.ANY: jax.jit(program, donate_argnums=(1, 2))}
+    self._decode = _decode_programs(
+      model, decode_steps, drafting, is_static=self._is_static
+    )
     self._prefill = jax.jit(partial(prefill_slots, model), donate_argnums=1)
     self._blocks: Any = None
     if prompt_block:
-      from jaxrl.rollout.engine.prompt_blocks import (
-        BlockPrefill,
-      )  # most have whole ones
+      # Imported here because most engines compute prompts whole.
+      from jaxrl.rollout.engine.prompt_blocks import BlockPrefill
 
       rows = min(num_slots, -(-prefill_tokens // prompt_block))
       self._blocks = BlockPrefill(model, prompt_block, rows, num_slots)
-    self._copy = jax.jit(partial(model.copy), donate_argnums=0)
+    self._copy = jax.jit(partial(caches.copy), donate_argnums=0)
     self._update = jax.jit(partial(_update_slots), donate_argnums=0)
     self._experts = jax.jit(partial(caches.experts_of))
     self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
@@ -480,7 +468,7 @@ def prefill_slots(
     The cache.
   """
   _, keys_and_values = model.prefill(params, tokens, lengths)
-  return model.insert(cache, keys_and_values, jnp.arange(tokens.shape[0]), slots)
+  return caches.insert(cache, keys_and_values, jnp.arange(tokens.shape[0]), slots)
 
 
 def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
@@ -501,7 +489,7 @@ def _arrange(
   if platform_of(model.platform) == 'cpu':
     params = layer_stack.unstack_by_layer(model.config, params)
   else:
-    params = model.unstack(params)
+    params = layer_stack.unstack(model.config, params)
   if weights_format is not None:
     from jaxrl.models.decoding import eight_bit_weights  # few engines have them
 
@@ -515,6 +503,24 @@ def _arrange(
   from jaxrl.models.decoding import joined_products  # for GPUs alone
 
   return joined_products.join(params)
+
+
+def _decode_programs(
+  model: TransformerLM, decode_steps: int, drafting: Any, *, is_static: bool
+) -> dict[str, Callable[..., Any]]:
+  """Returns the programs of decode, by what the requests in slots need of a draw."""
+  if drafting is not None:
+    from jaxrl.rollout.engine import speculative_decode  # most engines draft nothing
+
+    decode = functools.partial(
+      speculative_decode.decode_with_drafts, model, decode_steps, drafting
+    )
+    return {token_sampling.ANY: jax.jit(decode, donate_argnums=(1, 2))}
+  programs = {}
+  for needs in token_sampling.STATIC_NEEDS if is_static else (token_sampling.ANY,):
+    decode = functools.partial(decode_slots, model, decode_steps, needs)
+    programs[needs] = jax.jit(decode, donate_argnums=(1, 2))
+  return programs
 
 
 def decode_slots(

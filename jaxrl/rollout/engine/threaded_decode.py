@@ -11,17 +11,21 @@ import concurrent.futures
 import dataclasses
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import jax
 import numpy as np
 
 from jaxrl.device_thread import cpu_count
+from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.model_runner import ModelRunner, SlotState
 from jaxrl.types import Array, Params
+
+if TYPE_CHECKING:
+  from kernels.block_rounding import BlockFormat
 
 log = logging.getLogger(__name__)
 R = TypeVar('R')
@@ -136,6 +140,63 @@ def decode_threads_error(
       f'decode_threads={decode_threads}'
     )
   return ''
+
+
+def configure_model(
+  model: TransformerLM,
+  sharding: jax.sharding.Sharding,
+  *,
+  exact: Exact | None,
+  router_replay: bool,
+  weights_dtype: str,
+  weights_format: 'BlockFormat | None',
+) -> TransformerLM:
+  """Returns the model as an engine runs it.
+
+  Args:
+    model: The model.
+    sharding: Where weights and cache lie.
+    exact: The exact mode, if it is asked for; the model's own is kept otherwise.
+    router_replay: As for `JaxEngine`.
+    weights_dtype: As there.
+    weights_format: The format of 8-bit weights; None for more bits.
+
+  Raises:
+    ValueError: If the model or the devices do not have this.
+  """
+  platform = next(iter(sharding.device_set)).platform
+  model = dataclasses.replace(model, platform=platform)
+  if exact is not None:
+    model = dataclasses.replace(model, exact=exact)
+  if router_replay:
+    model = dataclasses.replace(model, router_replay=True)
+  fits = platform == 'cpu' and model.exact is None and sharding.num_devices == 1
+  if weights_format is not None and model.exact is not None:
+    raise ValueError(f'weights_dtype={weights_dtype!r} is not for exact mode')
+  if weights_dtype and weights_format is None and not fits:
+    raise ValueError(
+      f'weights_dtype={weights_dtype!r} is for one CPU device, and not for exact mode'
+    )
+  if fits and 'bfloat16' in (weights_dtype, model.dtype):
+    model = dataclasses.replace(model, weights_dtype='bfloat16')
+  return model
+
+
+def make_weights_format(weights_dtype: str, weights_block: int) -> 'BlockFormat | None':
+  """Returns the format of 8-bit weights.
+
+  Args:
+    weights_dtype: As for `JaxEngine`.
+    weights_block: As there.
+
+  Returns:
+    The format; None for weights of more bits.
+  """
+  if weights_dtype not in ('int8', 'float8_e4m3fn'):
+    return None
+  from kernels.block_rounding import BlockFormat  # few engines have 8-bit weights
+
+  return BlockFormat(weights_dtype, weights_block)
 
 
 def check_cache_use(

@@ -3,15 +3,18 @@
 import asyncio
 import collections
 import dataclasses
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.device_thread import DeviceThread
+from jaxrl.models import layer_stack
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.model_runner import default_buckets
@@ -21,6 +24,29 @@ from jaxrl.rollout.rewards.reward_pipeline import (
   ScoringError,
 )
 from jaxrl.types import Message, Params
+
+
+def score_rows(
+  model: TransformerLM, params: Params, tokens: jax.Array, lengths: jax.Array
+) -> jax.Array:
+  """Computes the value head's score of whole sequences.
+
+  It is read after each row's last token. A row depends on no other row.
+
+  Args:
+    model: The transformer.
+    params: Its parameters.
+    tokens: `[B, T]` int32, left-aligned.
+    lengths: `[B]` int32, at least 1.
+
+  Returns:
+    `[B]` float32.
+  """
+  time = jnp.arange(tokens.shape[1])
+  segment_ids = (time < lengths[:, None]).astype(jnp.int32)
+  hidden = model.hidden(params, tokens, segment_ids)
+  last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
+  return layer_stack.embedding_and_head(model.config, params).value_head(last)
 
 
 class RewardModel:
@@ -65,7 +91,7 @@ class RewardModel:
     self._device_thread = device_thread
     self._pad_id = pad_id
     self._params = jax.device_put(params, jax.devices()[0])
-    self._score = jax.jit(model.score)
+    self._score = jax.jit(functools.partial(score_rows, model))
     self._max_length = max_length
     self._batch_size = batch_size
     self._timeout = timeout

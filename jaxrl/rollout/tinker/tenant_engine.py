@@ -18,6 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.device_thread import DeviceThread
+from jaxrl.models import layer_stack
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import model_runner, token_sampling
 from jaxrl.rollout.engine.engine_base import EngineRequest
@@ -129,7 +130,8 @@ class TenantModelRunner(ModelRunner):
       params: The model's parameters.
     """
     params = jax.device_put(params, self._sharding)
-    return jax.jit(self.model.unstack)(params)
+    unstack = functools.partial(layer_stack.unstack, self.model.config)
+    return jax.jit(unstack)(params)
 
   def decode(
     self, params: Any, cache: Any, slots: SlotState, needs: str = token_sampling.ANY

@@ -410,6 +410,12 @@ def _collate_rows(
   role_ids = None
   if any('role' in row.extras for row in rows):
     role_ids = pad_ids([row.extras.get('role', 0) for row in rows])
+  routed_experts, recorded = None, [row.extras.get(ROUTED_EXPERTS_KEY) for row in rows]
+  if any(experts is not None for experts in recorded):
+    # Imported here because only mixtures of experts have routers.
+    from jaxrl.training.batching import router_replay
+
+    routed_experts = router_replay.collect_experts(rows, recorded, is_token)
   terms = _reward_terms(rows, episode_ids, count)
   return Batch(
     tokens=token_field('tokens', np.int32, pad_id),
@@ -429,7 +435,7 @@ def _collate_rows(
     reward_terms=terms[0],
     reward_weights=terms[1],
     step_ends=_step_ends(rows, is_token),
-    routed_experts=_routed_experts(rows, is_token),
+    routed_experts=routed_experts,
   )
 
 
@@ -472,27 +478,3 @@ def _segment_ids(rows: Sequence[Trajectory], is_token: np.ndarray) -> np.ndarray
       )
     ids[i, : len(row.tokens)] = np.repeat(np.arange(1, len(sizes) + 1), sizes)
   return ids
-
-
-def _routed_experts(
-  rows: Sequence[Trajectory], is_token: np.ndarray
-) -> np.ndarray | None:
-  """Collects routed experts, `[B, T, L, k]` int16, −1 if unknown; None if all are."""
-  recorded = [row for row in rows if ROUTED_EXPERTS_KEY in row.extras]
-  if not recorded:
-    return None
-  first = recorded[0].extras[ROUTED_EXPERTS_KEY]
-  layers_and_experts = np.asarray(first).shape[1:]
-  routed = np.full((*is_token.shape, *layers_and_experts), -1, np.int16)
-  for i, row in enumerate(rows):
-    if ROUTED_EXPERTS_KEY not in row.extras:
-      continue
-    value = np.asarray(row.extras[ROUTED_EXPERTS_KEY])
-    expected_shape = (len(row.tokens), *layers_and_experts)
-    if value.shape != expected_shape:
-      raise ValueError(
-        f'row {row.trajectory_id}: {ROUTED_EXPERTS_KEY} in its extras has shape '
-        f'{value.shape}, but its tokens and the first row ask for {expected_shape}'
-      )
-    routed[i, : len(value)] = value
-  return routed

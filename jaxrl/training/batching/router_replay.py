@@ -7,10 +7,13 @@ weights itself, and its router learns through them. Paper:
 https://arxiv.org/abs/2510.11370.
 """
 
+from collections.abc import Sequence
+from typing import Any
+
 import numpy as np
 
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.types import Batch
+from jaxrl.types import Batch, Trajectory
 
 
 def add_to_batch(model: TransformerLM, batch: Batch) -> Batch:
@@ -66,3 +69,36 @@ def replay_metrics(model: TransformerLM, batch: Batch) -> dict[str, float]:
     loads = [np.bincount(layer, minlength=num_experts).max() for layer in layers]
     metrics['moe/max_load'] = float(max(loads) * num_experts / layers.shape[1])
   return metrics
+
+
+def collect_experts(
+  rows: Sequence[Trajectory], recorded: Sequence[Any], is_token: np.ndarray
+) -> np.ndarray:
+  """Joins the experts that rows have recorded.
+
+  Args:
+    rows: The rows.
+    recorded: For each row `[T, L, k]`, or None; at least one is not None.
+    is_token: `[B, T]` bool, False at padding.
+
+  Returns:
+    `[B, T, L, k]` int16, −1 where unknown.
+
+  Raises:
+    ValueError: What a row has recorded is of another shape than its tokens.
+  """
+  first = next(experts for experts in recorded if experts is not None)
+  layers_and_experts = np.asarray(first).shape[1:]
+  routed = np.full((*is_token.shape, *layers_and_experts), -1, np.int16)
+  for i, (row, experts) in enumerate(zip(rows, recorded, strict=True)):
+    if experts is None:
+      continue
+    value = np.asarray(experts)
+    expected_shape = (len(row.tokens), *layers_and_experts)
+    if value.shape != expected_shape:
+      raise ValueError(
+        f'row {row.trajectory_id}: routed_experts in its extras has shape '
+        f'{value.shape}, but its tokens and the first row ask for {expected_shape}'
+      )
+    routed[i, : len(value)] = value
+  return routed

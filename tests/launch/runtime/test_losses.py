@@ -6,8 +6,7 @@ import logging
 import pytest
 
 from jaxrl.options import ConfigError
-from launch import trainer
-from launch.runtime import ray_runtime, supervision
+from launch.runtime import ray_runtime, runtime_base, supervision
 from launch.runtime.placement_group import InsufficientResources
 from launch.runtime.supervision import ActorError
 
@@ -42,7 +41,9 @@ def resumed(*outcomes, **options):
       raise turn
     return turn
 
-  return trainer.run_with_restarts(make, messages.append, pause=0, **options), messages
+  return runtime_base.run_with_restarts(
+    make, messages.append, pause=0, **options
+  ), messages
 
 
 def test_a_loss_while_a_run_is_made_again_is_one_of_its_losses():

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxrl.models import families, huggingface
+from jaxrl.models import families, huggingface, kv_cache
 from jaxrl.models.transformer_lm import TransformerLM
 from tests.marks import TORCH, slow_except, slow_in_gate
 from tests.models.families import cases
@@ -45,7 +45,7 @@ def test_logits_and_cached_decode(name):
   slots = np.array([3, 0, 2])
   last, kept = jax.jit(model.prefill)(params, tokens[:, :WIDTH], LENGTHS)
   cache = jax.tree.map(lambda x: x + 7.0, model.init_cache(4, 64))  # stale
-  cache = jax.jit(model.insert)(cache, kept, np.arange(3), slots)
+  cache = jax.jit(kv_cache.insert)(cache, kept, np.arange(3), slots)
   decode, out = jax.jit(model.decode), [last]
   for step in range(STEPS):
     fed, positions = np.zeros((2, 4), np.int32)

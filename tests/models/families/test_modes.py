@@ -195,7 +195,7 @@ def decoded(model, params, tokens, lengths, width, steps):
   last, kept = jax.jit(model.prefill)(params, tokens[:, :width], lengths)
   cache = jax.jit(model.init_cache, static_argnums=(0, 1))(len(lengths), 64)
   rows = np.arange(len(lengths))
-  cache = jax.jit(model.insert)(cache, kept, rows, rows)
+  cache = jax.jit(kv_cache.insert)(cache, kept, rows, rows)
   decode, out = jax.jit(model.decode), [last]
   for step in range(steps):
     fed = tokens[np.arange(len(lengths)), lengths + step]

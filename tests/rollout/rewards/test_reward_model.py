@@ -3,13 +3,12 @@
 import asyncio
 import threading
 
-import jax
 import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.rollout.rewards.reward_model import RewardModel, RewardModelTerm
+from jaxrl.rollout.rewards.reward_model import RewardModel, RewardModelTerm, score_rows
 from jaxrl.rollout.rewards.reward_pipeline import RewardInput, ScoringError
 from jaxrl.rollout.thread_pool import ThreadPool
 from tests.models import small
@@ -52,8 +51,8 @@ async def test_a_score_does_not_depend_on_what_it_is_scored_with(scorer):
     scores = await asyncio.gather(*(scorer.score(says(*rows[i])) for i in order))
     assert scores == [alone[i] for i in order]
   model, params = small.model_and_params(value_head=True)
-  plain = jax.jit(TransformerLM(model.config).score)(
-    params, np.array(rows[:1], np.int32), np.array([3])
+  plain = score_rows(
+    TransformerLM(model.config), params, np.array(rows[:1], np.int32), np.array([3])
   )
   np.testing.assert_allclose(alone[0], float(plain[0]), atol=1e-5)
 
