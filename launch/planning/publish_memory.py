@@ -149,10 +149,11 @@ def _copied_bytes(run: PlannedRun, learner: Learner) -> float:
   dtype = options.dtype
   published = planned_run.cast_shapes(_published_shapes(run, learner), dtype)
   if transport.name == 'inprocess':
-    # A copy, and what the engine makes of it, beside what it serves yet.
+    # What the engine makes of it, beside what it serves yet; a cast is one more copy.
     served = planned_run.served_params(run, dtype)
     form = run.settings.engine.weights_format
-    return 2 * bytes_per_device(planned_run.encoded_shapes(served, form))
+    copies = 1 if dtype is None else 2
+    return copies * bytes_per_device(planned_run.encoded_shapes(served, form))
   if isinstance(options, TransferOptions):
     width = jax.numpy.dtype(dtype or 'float32').itemsize
     largest = max(

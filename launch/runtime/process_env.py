@@ -1,10 +1,10 @@
 """The process environment is tuned before anything heavy is imported.
 
 glibc's malloc returns freed pages to the system and faults them in again at every step,
-which is worth it for large blocks alone; its settings are read when a process starts,
-so the launcher executes itself again with them. JAX's compilation cache keeps compiled
-programs between runs. JAXRL_TUNE=0 turns both off; a variable that is already set is
-left as it is.
+which is worth it for the largest blocks alone; its settings are read when a process
+starts, so the launcher executes itself again with them. JAX's compilation cache keeps
+compiled programs between runs. JAXRL_TUNE=0 turns both off; a variable that is already
+set is left as it is.
 """
 
 import hashlib
@@ -16,13 +16,16 @@ import re
 import sys
 from collections.abc import MutableMapping
 
-# Blocks from here on are mapped by themselves and given back when they are freed: in
-# the heap, a program's temporary memory would leave a hole that smaller arrays break
-# up, so that the next step needs as much again. Older versions take 32 MiB at most.
-LARGE_BLOCK = 64 << 20
+from launch.runtime import host_memory
+
+# Larger blocks are mapped by themselves and given back when they are freed. In the
+# heap, a program's temporary memory can leave a hole that smaller arrays break up, so
+# that the next step needs as much again. But a step that maps its memory anew may spend
+# a third of its time on page faults. Older versions take 32 MiB at most.
+MEMORY_SHARE, LARGEST_BLOCK = 1 / 8, 4 << 30
 OLD_LIMIT, NEW_VERSION = 32 << 20, (2, 36)
+THRESHOLD = 'MALLOC_MMAP_THRESHOLD_'
 MALLOC = {
-  'MALLOC_MMAP_THRESHOLD_': str(LARGE_BLOCK),
   'MALLOC_TRIM_THRESHOLD_': str(16 << 30),
   'MALLOC_TOP_PAD_': str(64 << 20),
   'MALLOC_ARENA_MAX': '1',
@@ -58,8 +61,10 @@ def missing_variables(env: MutableMapping[str, str]) -> dict[str, str]:
     return {}
   name, version = platform.libc_ver()
   wanted = dict(MALLOC) if name == 'glibc' else {}
-  if wanted and tuple(int(x) for x in re.findall(r'\d+', version)[:2]) < NEW_VERSION:
-    wanted['MALLOC_MMAP_THRESHOLD_'] = str(OLD_LIMIT)
+  if wanted:
+    is_old = tuple(int(x) for x in re.findall(r'\d+', version)[:2]) < NEW_VERSION
+    largest = int(host_memory.read_host_memory().limit * MEMORY_SHARE)
+    wanted[THRESHOLD] = str(min(largest, OLD_LIMIT if is_old else LARGEST_BLOCK))
   folder = cache_dir(env)
   if CACHE_DIR not in env and _writable(folder):
     wanted[CACHE_DIR] = str(folder)
@@ -94,7 +99,7 @@ def describe(env: MutableMapping[str, str]) -> str:
   if env.get('JAXRL_TUNE') == '0':
     return 'off (JAXRL_TUNE=0)'
   malloc = (
-    'malloc keeps small blocks' if MALLOC.keys() <= env.keys() else 'malloc as it is'
+    'malloc keeps freed blocks' if MALLOC.keys() <= env.keys() else 'malloc as it is'
   )
   folder = env.get(CACHE_DIR)
   cache = f'compiled programs cached in {folder}' if folder else 'no compilation cache'

@@ -133,8 +133,8 @@ def test_publishing_may_be_what_takes_most(monkeypatch):
   assert run_cost.phase == 'publish' and 'merge' in run_cost.programs
   served = whole(planned_run.served_params(run, None))
   assert run_cost.memory['merged weights'] == served
-  # A copy, and what the engine makes of it, beside its own.
-  assert run_cost.memory['temporaries'] == 2 * served
+  # What the engine makes of it, beside its own.
+  assert run_cost.memory['temporaries'] == served
   count = cost.count_programs(
     run, run_cost, engine_decode.plan_engine(run), plays=False
   )

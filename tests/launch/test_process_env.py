@@ -4,6 +4,7 @@ import os
 import subprocess
 import sys
 
+import psutil
 import pytest
 
 from launch.runtime import process_env
@@ -18,6 +19,8 @@ def env(tmp_path, monkeypatch):
 def test_it_adds_malloc_and_the_cache(env, tmp_path):
   added = process_env.missing_variables(env)
   assert process_env.MALLOC.items() <= added.items()
+  share = process_env.MEMORY_SHARE * psutil.virtual_memory().total
+  assert 0 < int(added[process_env.THRESHOLD]) <= min(share, 4 << 30)
   assert added[process_env.CACHE_DIR].startswith(str(tmp_path / 'jaxrl' / 'xla-'))
   assert os.stat(added[process_env.CACHE_DIR]).st_mode & 0o077 == 0
   assert process_env.missing_variables({**env, **added}) == {}
@@ -52,7 +55,7 @@ def test_a_program_runs_anew_once_with_the_same_arguments(env):
     'print("start", flush=True); process_env.apply()\n'
     'import os, sys; print(sys.argv[1:], os.environ["MALLOC_ARENA_MAX"])'
   )
-  clean = {k: v for k, v in os.environ.items() if k not in process_env.MALLOC}
+  clean = {k: v for k, v in os.environ.items() if not k.startswith('MALLOC_')}
   clean.pop(process_env.REEXEC_FLAG, None)
   ran = subprocess.run(
     [sys.executable, '-c', code, 'a b', '--config.x=1'],

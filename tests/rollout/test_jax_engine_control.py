@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from jaxrl.device_thread import DeviceThread
+from jaxrl.models import layer_stack
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.types import SamplingParams
 from tests.rollout.test_jax_engine import MODEL, prompt, rescored, same, weights_of
@@ -375,3 +376,53 @@ async def test_nothing_to_drain_is_drained_at_once(engine):
   assert not job.done()
   await engine.resume()
   assert len((await job).tokens) == 50
+
+
+@pytest.mark.parametrize('cut', [False, True])
+async def test_copied_weights_survive_the_donation_of_their_source(engine, cut):
+  expected = await engine.generate('before', prompt(0, 5), LONG)
+  source = jax.tree.map(jax.numpy.array, weights_of(0))
+  if cut:
+    source = layer_stack.unstack(MODEL.config, source)
+  await engine.load(1, source, copy=True)
+  for x in jax.tree.leaves(source):
+    x.delete()
+  done = await engine.generate('after', prompt(0, 5), LONG)
+  np.testing.assert_array_equal(done.tokens, expected.tokens)
+  np.testing.assert_array_equal(done.logprobs, expected.logprobs)
+  assert set(done.weights_versions) == {1}
+
+
+async def test_requests_that_come_while_idle_engines_load_get_the_new_weights(engine):
+  expected = await load_and_generate(engine, 1)
+  await engine.load(0, weights_of(0))
+  gate = threading.Event()
+  held = engine._device_thread.run(gate.wait, 20)  # so that loading takes a while
+  loading = asyncio.create_task(engine.load(1, weights_of(1)))
+  await asyncio.sleep(0)
+  assert engine.version == 0
+  job = asyncio.create_task(engine.generate('meanwhile', prompt(0, 5), LONG))
+  await asyncio.sleep(0.01)
+  gate.set()
+  done, *_ = await asyncio.gather(job, loading, held)
+  same(done, expected)
+  assert set(done.weights_versions) == {1}
+
+
+async def load_and_generate(engine, number):
+  await engine.load(number, weights_of(number))
+  return await engine.generate('expected', prompt(0, 5), LONG)
+
+
+async def test_requests_do_not_wait_for_weights_that_cannot_be_loaded(engine):
+  gate = threading.Event()
+  held = engine._device_thread.run(gate.wait, 20)
+  loading = asyncio.create_task(engine.load(1, None))
+  await asyncio.sleep(0)
+  job = asyncio.create_task(engine.generate('meanwhile', prompt(0, 5), LONG))
+  await asyncio.sleep(0.01)
+  gate.set()
+  done = await asyncio.wait_for(
+    asyncio.gather(job, loading, held, return_exceptions=True), 20
+  )
+  assert 'no weights' in str(done[0]) and isinstance(done[1], TypeError), done

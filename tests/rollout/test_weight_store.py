@@ -109,3 +109,25 @@ async def test_a_sharded_source_lands_where_it_should(device_thread):
   kept = InProcessWeightStore(device_thread=device_thread)
   await kept.publish(0, source)
   assert (await kept.fetch())[1]['kernel'].sharding == spread
+
+
+async def test_an_engine_that_copies_gets_the_parameters_themselves(device_thread):
+  class Copying(Engine):
+    copies_weights = True
+
+    async def load(self, version, tree, *, copy=False):
+      assert copy
+      await super().load(version, tree)
+
+  source, engine = params(), Copying()
+  await InProcessWeightStore(engine, device_thread=device_thread).publish(0, source)
+  assert engine.loads[0][1]['b'] is source['b']
+  # Not where the store changes them, or another engine needs a copy.
+  for engines, options in (
+    ([Engine(), Engine()], {}),
+    ([Engine()], {'options': InProcessOptions(dtype='bfloat16')}),
+  ):
+    engines[0].copies_weights = True
+    store = InProcessWeightStore(*engines, device_thread=device_thread, **options)
+    await store.publish(0, source)
+    assert all(one.loads[0][1]['b'] is not source['b'] for one in engines)

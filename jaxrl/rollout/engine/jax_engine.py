@@ -106,11 +106,15 @@ class JaxEngine(EngineBase):
       0 computes prompts whole and shares equal ones alone.
     sharding: Where weights and cache lie; by default the first device.
 
+  Attributes:
+    copies_weights: Whether `load` can be asked to copy.
+
   Raises:
     ValueError: If the options contradict each other.
   """
 
   traits = EngineTraits(external=False)
+  copies_weights = True
   make_runner: Any = staticmethod(make_model_runner)
 
   def __init__(
@@ -181,6 +185,7 @@ class JaxEngine(EngineBase):
     )
     self._stats = EngineStats(max_num_seqs, drafts=drafting is not None)
     self._weights: tuple[int, Params] | None = None
+    self._is_loading = False
     self._is_paused = False
     self._admits_requests = True
     self._dispatch_start = 0.0  # on time.monotonic; 0 while no dispatch is awaited
@@ -223,19 +228,29 @@ class JaxEngine(EngineBase):
     params = self._loaded_weights()[1]
     await self._device_thread.run(self._model_runner.warmup, params)
 
-  async def load(self, version: int, params: Params) -> None:
+  async def load(self, version: int, params: Params, *, copy: bool = False) -> None:
     """Serves `params` as `version` from the next dispatch on.
 
-    Arrays that already lie where the engine wants them are used as they are. The caller
-    must not donate them afterwards (`WeightStore` hands out copies).
+    While there are no requests, the earlier weights are dropped before the new ones are
+    laid out, which then take their place in memory.
 
     Args:
       version: The weights version.
       params: The model's parameters.
+      copy: Whether the caller may donate `params` when this returns. If not, arrays
+        that already lie where the engine wants them are used as they are.
     """
+    if not self._requests and (self._task is None or self._task.done()):
+      self._is_loading = True  # a request that comes now waits for the new weights
+      self._weights = self._weights and (self._weights[0], None)
     prepare_params = self._model_runner.prepare_params
-    with spans.span('weights', 'engine', 'load', detail=f'version {version}'):
-      self._weights = version, await self._device_thread.run(prepare_params, params)
+    try:
+      with spans.span('weights', 'engine', 'load', detail=f'version {version}'):
+        prepared = await self._device_thread.run(prepare_params, params, copy)
+      self._weights = version, prepared
+    finally:
+      self._is_loading = False
+      self._start_if_idle()
 
   async def pause(self) -> None:
     """Stops decoding and keeps every request; returns when the device is idle."""
@@ -267,7 +282,7 @@ class JaxEngine(EngineBase):
     self._start_if_idle()
 
   def _loaded_weights(self) -> tuple[int, Params]:
-    if self._weights is None:
+    if self._weights is None or self._weights[1] is None:
       raise RuntimeError('the engine has no weights yet: call load(version, params)')
     return self._weights
 
@@ -312,7 +327,7 @@ class JaxEngine(EngineBase):
 
   def _start_if_idle(self) -> None:
     is_idle = self._task is None or self._task.done()
-    if self._requests and is_idle and not self._is_paused:
+    if self._requests and is_idle and not self._is_paused and not self._is_loading:
       self._task = asyncio.get_running_loop().create_task(self._run())
 
   async def _run(self) -> None:

@@ -26,6 +26,7 @@ from jaxrl.models.lora import is_transfer, merge_transfer
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.engine_base import EngineRequest
+from jaxrl.rollout.weights.weight_store import cast_copy
 from jaxrl.types import Array, Params
 from kernels.dispatch import platform_of
 
@@ -250,17 +251,24 @@ class ModelRunner:
     options: Any = {'sees_images': self._image_features is not None, 'drafts': drafts}
     return SlotState.idle(self.num_slots, self.max_stop_ids, **options)
 
-  def prepare_params(self, params: Params) -> Params:
+  def prepare_params(self, params: Params, copy: bool = False) -> Params:
     """Moves weights to the engine's device, in the layout that decode reads fastest.
 
     Args:
       params: The model's parameters. Adapters beside them are merged.
+      copy: Whether the result must share no array with `params`.
 
     Returns:
       Parameters for `prefill` and `decode`.
     """
+    if copy and not is_transfer(params):
+      # Layers are copied as they are unstacked.
+      is_stacked = not isinstance(params['layers'], tuple)
+      rest = {k: x for k, x in params.items() if k != 'layers' or not is_stacked}
+      params = params | cast_copy(rest)
     params = jax.device_put(params, self._sharding)
-    return self._arrange(self._merge(params) if is_transfer(params) else params)
+    params = self._arrange(self._merge(params) if is_transfer(params) else params)
+    return jax.block_until_ready(params) if copy else params
 
   def warmup(self, params: Params) -> None:
     """Compiles every program, on a state that is then dropped.

@@ -281,9 +281,9 @@ class ThreadedDecoder:
     idle = self.partition_runner.idle_slots()
     return jax.tree.map(lambda x: np.concatenate([x] * self.num_partitions), idle)
 
-  def prepare_params(self, params: Params) -> Params:
+  def prepare_params(self, params: Params, copy: bool = False) -> Params:
     """Prepares weights as `ModelRunner.prepare_params` does."""
-    return self.partition_runner.prepare_params(params)
+    return self.partition_runner.prepare_params(params, copy)
 
   def warmup(self, params: Params) -> None:
     """Compiles every program; see `ModelRunner.warmup`."""

@@ -232,6 +232,8 @@ class TenantEngine(JaxEngine):
   overwritten. A request that found some there begins again, and draws the same.
   """
 
+  copies_weights = False  # they stay, and adapters change
+
   def __init__(
     self,
     model: TransformerLM,
@@ -274,13 +276,16 @@ class TenantEngine(JaxEngine):
       weakref.WeakKeyDictionary()
     )
 
-  async def load(self, version: int, params: Params) -> None:
+  async def load(self, version: int, params: Params, *, copy: bool = False) -> None:
     """Serves a model, with empty places for adapters.
 
     Args:
       version: The weights version.
       params: The model's parameters.
+      copy: Refused.
     """
+    if copy:
+      raise ValueError('this engine copies no weights: hand it a copy')
     prepared = await self._device_thread.run(self._model_runner.prepare_params, params)
     empty = jax.device_put(
       row_adapters.decoding_stack(self._config, self._max_adapters, self._max_rank),

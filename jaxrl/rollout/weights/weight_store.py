@@ -1,13 +1,15 @@
 """A weight store hands new weights from the learner to the engines.
 
 Within one process a version is a copy on the devices: the learner may donate its own
-arrays to the next train step at once, and engines use the copy without copying again.
+arrays to the next train step at once. An engine that lays weights out anew copies them
+as it does so; any other uses the store's copy without copying again.
 """
 
 import asyncio
 import dataclasses
 import functools
-from typing import Protocol
+from collections.abc import Sequence
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -59,9 +61,10 @@ class InProcessWeightStore:
   """A `WeightStore` for a learner and engines that share a process.
 
   Args:
-    *engines: Every engine is given each version before `publish` returns. A store
-      without engines keeps the newest version for `fetch`; one with engines does not,
-      because they hold what they need of it in a layout of their own.
+    *engines: Every engine is given each version before `publish` returns. One whose
+      attribute `copies_weights` is true is asked to copy it. A store without engines
+      keeps the newest version for `fetch`; one with engines does not, because they hold
+      what they need of it in a layout of their own.
     device_thread: The thread on which copies are made.
     options: How copies are made.
     sharding: Where copies are placed, one sharding or a tree of them; None keeps the
@@ -84,12 +87,19 @@ class InProcessWeightStore:
     self._published = asyncio.Event()
 
   @property
+  def _engines_copy(self) -> bool:
+    """Returns whether every engine copies weights itself, as they are."""
+    if not self._engines or self._dtype is not None or self._sharding is not None:
+      return False
+    return all(getattr(engine, 'copies_weights', False) for engine in self._engines)
+
+  @property
   def version(self) -> int | None:
     """Returns the newest version; None before the first."""
     return self._version
 
   async def publish(self, version: int, params: Params) -> None:
-    """Copies `params` and hands the copy to every engine.
+    """Hands a copy of `params` to every engine.
 
     When this returns, the caller may donate `params`, and every engine serves
     `version` from its next dispatch on.
@@ -102,6 +112,11 @@ class InProcessWeightStore:
       ValueError: `version` is not greater than the newest one.
     """
     check_version_rises(version, self.version)
+    if self._engines_copy:
+      self._version = version
+      engines: Sequence[Any] = self._engines
+      await asyncio.gather(*(one.load(version, params, copy=True) for one in engines))
+      return
     copy = await self._device_thread.run(self._copy, params)
     self._version = version
     self._newest = None if self._engines else copy

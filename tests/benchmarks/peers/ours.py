@@ -4,7 +4,7 @@ import asyncio
 from typing import Literal
 
 from jaxrl.models.transformer_lm import MAX_UNROLLED_LAYERS
-from tests.benchmarks import machine, toy
+from tests.benchmarks import toy
 from tests.benchmarks.peers.shape import Turns
 
 
@@ -20,10 +20,7 @@ def main(weights_dtype: Literal['', 'bfloat16'] = '') -> None:
   def decode(rows: list[list[int]], lengths: list[int]) -> int:
     return sum(len(done.tokens) for done in wait(run.generate(rows, lengths)))
 
-  def rates() -> tuple[float, float]:
-    return machine.matmul_peak(), machine.memory_rate()
-
-  turns, step = Turns(decode, peak=rates), 0
+  turns, step = Turns(decode), 0
   while turns.next():
     phases = wait(run.step(step))
     turns.generate_s, step = phases['generate'], step + 1
