@@ -7,7 +7,7 @@ import pytest
 
 from tests.structure.imports import ROOT, tree
 
-MAX_FILES, MAX_LINES = 20, 6250
+MAX_FILES, MAX_LINES = 20, 6300
 LINK = re.compile(r'\[[^\]]+\]\(\.\./([\w/.]+\.py)\)')
 TEXT = (ROOT / 'docs' / 'concepts.md').read_text()
 # A row of the walk: | stage | `names` | [file](../file) |
