@@ -73,12 +73,7 @@ def _default_topology(path: str) -> str:
 
 
 def _plan(command: command_line.Command, target: targets.Target) -> int:
-  from jaxrl.data.trajectory_writers.writer import DumpOptions
-  from launch.settings.logging_settings import LoggingOptions
-
-  config = command_line.load(
-    command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
-  )
+  config = command_line.load(command, dumps=True)
   devices = targets.target_devices(target.name)  # imports JAX: seconds
   from rich.console import Console
 
