@@ -98,7 +98,7 @@ def choose_roughly(
     before: What the run chose before it was stopped, in place of the first candidate.
   """
   choice = before or next(plan.candidates())
-  needed = rough_memory.estimate(plan, choice, num_params) + room.held
+  needed = plan.estimate(choice, num_params) + room.held
   if needed > SAFE_SHARE * room.limit:
     return None
   text = f'{choice.text}: less than {needed / 1e9:,.2g} GB of {room}'
