@@ -308,21 +308,15 @@ def _number(request: web.Request, name: str) -> float | None:
 
 def _read_query(request: web.Request) -> TrajectoryQuery:
   """Reads which trajectories are asked for."""
-  query = request.query
-
-  def bounds(name: str) -> tuple[float | None, float | None]:
-    return _number(request, f'{name}_min'), _number(request, f'{name}_max')
-
+  query: Any = request.query
+  words = ('mode', 'tag', 'stop', 'group', 'text', 'sort')
+  bounds: dict[str, Any] = {
+    name: (_number(request, f'{name}_min'), _number(request, f'{name}_max'))
+    for name in ('step', 'score', 'length')
+  }
   return TrajectoryQuery(
-    step=bounds('step'),
-    mode=query.get('mode', ''),
-    tag=query.get('tag', ''),
-    stop=query.get('stop', ''),
-    group=query.get('group', ''),
-    score=bounds('score'),
-    length=bounds('length'),
-    text=query.get('text', ''),
-    sort=query.get('sort', 'step'),
+    **{name: query[name] for name in words if name in query},
+    **bounds,
     descending=query.get('order') == 'desc',
   )
 
