@@ -220,6 +220,14 @@ def git_commit() -> str | None:
   return head.stdout.strip() + ('+' if state.stdout.strip() else '')
 
 
+def read_json(path: pathlib.Path) -> Any:
+  """Returns what a JSON file holds; None if it is absent or damaged."""
+  try:
+    return json.loads(path.read_text(encoding='utf-8'))
+  except (OSError, ValueError, RecursionError):
+    return None
+
+
 def write_atomically(path: pathlib.Path, text: str) -> None:
   """Replaces a file at once: a reader sees the old text or the new, never a part."""
   part = path.with_name(f'.{path.name}.part')

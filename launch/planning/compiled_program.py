@@ -45,11 +45,6 @@ class CompiledProgram:
   compile_seconds: float = 0.0
   too_large: bool = False
 
-  @property
-  def memory(self) -> float:
-    """Bytes of a device that the program needs in all."""
-    return self.arguments + self.outputs + self.temporaries
-
 
 def compile_program(
   name: str, traced: Any, target: Target, loop_rounds: int = 1

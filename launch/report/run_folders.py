@@ -1,6 +1,7 @@
 """Finds the runs below a folder, and reads their records and metrics as they grow."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -11,7 +12,7 @@ from typing import Any
 
 from jaxrl.options import ConfigError
 from launch.logging.metric_sinks import parse_row
-from launch.logging.workdir import flatten_keys
+from launch.logging.workdir import flatten_keys, read_json
 from launch.report.page import ReportData, metric_rank, run_seconds, short_number
 from launch.report.report_sink import MetricHistory, collect_report
 
@@ -46,10 +47,7 @@ class RunFolder:
 
   def record(self) -> dict[str, Any]:
     """Returns the content of config.json; {} if it is absent or damaged."""
-    try:
-      record = json.loads((self.folder / 'config.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError, RecursionError):
-      return {}
+    record = read_json(self.folder / 'config.json')
     return record if isinstance(record, dict) else {}
 
   def status(self, record: Mapping[str, Any]) -> str:
@@ -271,21 +269,12 @@ def find_runs(root: pathlib.Path) -> list[pathlib.Path]:
   Args:
     root: The folder. It may be a run itself.
   """
-  runs, waiting, visited = [], [(root, 0)], 0
-  while waiting and visited < MAX_FOLDERS:
-    folder, depth = waiting.pop()
-    visited += 1
-    try:
-      with os.scandir(folder) as entries:
-        names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-    except OSError:
-      continue
-    if 'metrics.jsonl' in names or {'config.json', '.lock'} <= names.keys():
-      runs.append(folder)
-    elif depth < MAX_DEPTH:
-      waiting += [
-        (folder / name, depth + 1)
-        for name, is_folder in names.items()
-        if is_folder and not name.startswith('.')
-      ]
+  runs = []
+  for folder, folders, files in itertools.islice(os.walk(root), MAX_FOLDERS):
+    path = pathlib.Path(folder)
+    if 'metrics.jsonl' in files or {'config.json', '.lock'} <= set(files):
+      runs.append(path)
+      folders.clear()
+    is_deep = len(path.relative_to(root).parts) >= MAX_DEPTH
+    folders[:] = [n for n in folders if not is_deep and not n.startswith('.')]
   return runs
