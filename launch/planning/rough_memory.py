@@ -125,7 +125,10 @@ class PhasePlan:
     for group in (efficient, small):
       for policy in policies:
         for count in group:
-          yield self._described(count, policy)
+          text = f'{count} micro-batch{"es" if count > 1 else ""}, remat {policy}'
+          if batch.packing_plan is not None:  # whose plan decides how many
+            text = f'remat {policy}'
+          yield MemoryChoice(count, policy, text)
 
   @property
   def _fastest_remat(self) -> ComponentCall:
@@ -138,12 +141,6 @@ class PhasePlan:
     is_deep = self.shape.num_layers > MAX_UNROLLED_LAYERS
     scans = self.platform == 'cpu' and is_deep and not self.shape.has_linear_attention
     return PRODUCTS if scans else NONE
-
-  def _described(self, count: int, policy: ComponentCall) -> MemoryChoice:
-    text = f'{count} micro-batch{"es" if count > 1 else ""}, remat {policy}'
-    if self.settings.batch.packing_plan is not None:  # whose plan decides how many
-      text = f'remat {policy}'
-    return MemoryChoice(count, policy, text)
 
   def _counts(self) -> list[int]:
     """Lists numbers of micro-batches, each with fewer rows than the one before."""

@@ -1,5 +1,6 @@
 """Ranks the meshes of a machine: compiles the most promising and lists the others."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -21,7 +22,7 @@ from launch.planning import cost, device_budget, planned_run
 from launch.planning.compiled_program import bytes_per_device
 from launch.planning.cost import RunCost
 from launch.planning.planned_run import PlannedRun
-from launch.planning.targets import GPUS_PER_NODE, Chip, Target
+from launch.planning.targets import GPUS_PER_NODE, Target
 
 DEFAULT_MAX_COMPILES = 6  # meshes compiled by default
 AXES = ('data', 'fsdp', 'tensor', 'expert')
@@ -101,7 +102,9 @@ def sweep_meshes(
   Returns:
     The ranked meshes.
   """
-  entries, skipped, waiting, configured = [], {}, [], _configured_mesh(run, devices)
+  entries, skipped, waiting, configured = [], {}, [], {}
+  with contextlib.suppress(ConfigError):  # it need not be possible here
+    configured = dict(planned_run.planned_mesh(run, devices).shape)
   for mesh in candidate_meshes(run, target):
     try:
       waiting.append((estimate_mesh(run, target, mesh), mesh))
@@ -129,14 +132,6 @@ def sweep_meshes(
   skipped |= {mesh_text(mesh): reason for _, mesh in waiting}
   entries.sort(key=lambda one: (not one.cost.fits, sum(one.learn_seconds)))
   return MeshSweep(tuple(entries), skipped)
-
-
-def _configured_mesh(run: PlannedRun, devices: Sequence[Any]) -> MeshSizes:
-  """Returns the mesh of the config, or an empty one if it is not possible here."""
-  try:
-    return dict(planned_run.planned_mesh(run, devices).shape)
-  except ConfigError:
-    return {}
 
 
 def _reason(error: ConfigError) -> str:
@@ -207,7 +202,10 @@ def estimate_mesh(run: PlannedRun, target: Target, mesh: MeshSizes) -> MeshHeuri
   (rest, experts), (rest_learns, experts_learn) = (
     _counts(tree) for tree in (params, lora.trainable_params(run.trained_shape, params))
   )
-  active_params = rest + experts * _share_used(run, chip)
+  share = 1.0  # of the experts, which compute for a token
+  if shape.num_experts and chip.platform != 'cpu':
+    share = shape.num_experts_per_token / shape.num_experts
+  active_params = rest + experts * share
   compute = 8 * active_params * tokens / target.size / chip.flops
   sharding_bytes = 0.0
   for count, num_trained, split, copies in (
@@ -260,14 +258,6 @@ def state_memory(run: PlannedRun, mesh: MeshSizes) -> float:
   )
   copies += 'ref_logprobs' in requirements.needs(run.settings.algorithm)
   return bytes_per_device(sharded) + copies * bytes_per_device(trained)
-
-
-def _share_used(run: PlannedRun, chip: Chip) -> float:
-  """Returns the fraction of experts that compute for a token, all of them on a CPU."""
-  shape = run.shape
-  if not shape.num_experts or chip.platform == 'cpu':
-    return 1.0
-  return shape.num_experts_per_token / shape.num_experts
 
 
 def _counts(params: Params) -> tuple[int, int]:

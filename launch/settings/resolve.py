@@ -147,11 +147,8 @@ def _chat_options(model: ModelOptions, day: str) -> ChatOptions:
 
 
 def _experience_store(text: str) -> store_options.ReaderOptions | None:
-  if not text:
-    return None
-  return store_options.parse_store_options(
-    text, store_options.reader_options, 'dataset.experience_store'
-  )
+  reader, key = store_options.reader_options, 'dataset.experience_store'
+  return store_options.parse_store_options(text, reader, key) if text else None
 
 
 def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
