@@ -376,8 +376,8 @@ def option(
   default: Any,
   doc: str,
   *,
-  low: float | None = None,
-  high: float | None = None,
+  low: float = -math.inf,
+  high: float = math.inf,
   above: float | None = None,
   choices: Iterable[Any] = (),
   read: Callable[[str], Any] | None = None,
@@ -396,18 +396,10 @@ def option(
   Returns:
     A field for `dataclasses.dataclass`.
   """
-  metadata: dict[str, Any] = {'doc': doc}
-  if (low, high, above) != (None, None, None):
-    lowest = low if above is None else above
-    metadata['range'] = Range(
-      -math.inf if lowest is None else lowest,
-      math.inf if high is None else high,
-      excludes_low=above is not None,
-    )
-  if read:
-    metadata['read'] = read
-  if choices:
-    metadata['choices'] = tuple(choices)
+  allowed = None
+  if (low, high, above) != (-math.inf, math.inf, None):
+    allowed = Range(low if above is None else above, high, above is not None)
+  metadata = {'doc': doc, 'range': allowed, 'read': read, 'choices': tuple(choices)}
   if isinstance(default, dict):
     return dataclasses.field(default_factory=lambda: dict(default), metadata=metadata)
   return dataclasses.field(default=default, metadata=metadata)
@@ -474,9 +466,8 @@ def _read(field: dataclasses.Field[Any], kind: Kind, value: Any) -> Any:
     value = float(value)
   if problem := _problem(kind, value, field.metadata.get('choices', ())):
     raise OptionError(name, repr(value), problem)
-  allowed: Range | None = field.metadata.get('range')
-  if allowed is not None and value not in allowed:
-    raise OptionError(name, value, str(allowed))
+  if violation := find_out_of_range({name: value}, {name: field.metadata.get('range')}):
+    raise OptionError(name, value, str(violation[1]))
   return value
 
 

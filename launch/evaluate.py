@@ -13,7 +13,7 @@ import pathlib
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from jaxrl.config import from_config, to_config
+from jaxrl.config import from_config
 from launch.logging.console import Console
 from launch.logging.error_pages import (
   describe_user_error,
@@ -235,12 +235,10 @@ def load_config(command: command_line.Command) -> Any:
       raise ConfigError(
         f'--path={path}: is the file of a benchmark: set --benchmark=NAME'
       )
-    return command_line.load(command, {'logging': LoggingOptions})
+    return command_line.load(command)
   from launch.benchmarks import benchmark_config  # imports JAX: seconds
 
-  config = benchmark_config(name, path)
-  config.logging = to_config(LoggingOptions())
-  return command_line.complete(config, command)
+  return command_line.complete(benchmark_config(name, path), command)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -248,7 +246,7 @@ def main(argv: Sequence[str]) -> int:
   if not argv or '--help' in argv:
     print(USAGE)
     return 0
-  console = Console()
+  console, status = Console(), 2  # after an error; 1 once it has begun to play
   with console.listening():
     try:
       command = command_line.parse(argv, FLAGS, without='benchmark')
@@ -264,21 +262,15 @@ def main(argv: Sequence[str]) -> int:
       named = 'checkpoint' if command.flags['checkpoint'] else 'config.model.checkpoint'
       with command_line.naming_flag(named, 'model.checkpoint'):
         job = build_evaluation(settings, console)
-    except (ValueError, OSError) as error:
-      print_error(error)
-      return 2
-    except Exception as error:
-      return report_user_error(error)
-    try:
-      benchmark = command.flags['benchmark']
+      benchmark, status = command.flags['benchmark'], 1
       scores = evaluate(job, settings, ks, console, benchmark)
     except KeyboardInterrupt:
       console.say('Stopped: nothing was scored.')
       return 130
-    except ConfigError as error:
-      print_error(error)
-      return 2
     except (ValueError, OSError) as error:
+      if status == 2 or isinstance(error, ConfigError):
+        print_error(error)
+        return 2
       print_error(describe_user_error(error) or error)
       return 1
     except Exception as error:

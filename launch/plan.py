@@ -73,12 +73,7 @@ def _default_topology(path: str) -> str:
 
 
 def _plan(command: command_line.Command, target: targets.Target) -> int:
-  from jaxrl.data.trajectory_writers.writer import DumpOptions
-  from launch.settings.logging_settings import LoggingOptions
-
-  config = command_line.load(
-    command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
-  )
+  config = command_line.load(command, dumps=True)
   devices = targets.target_devices(target.name)  # imports JAX: seconds
   from rich.console import Console
 
@@ -90,15 +85,8 @@ def _plan(command: command_line.Command, target: targets.Target) -> int:
   name = pathlib.Path(command.config).name
   with console.status(f'compiling {name} for {target.name} …'):
     if command.flags['sweep']:
-      from launch.planning import engine_decode
-
-      ranked = sweep.sweep_meshes(
-        run,
-        target,
-        devices,
-        engine=engine_decode.plan_engine(run),
-        max_compiles=int(command.flags['compiles']),
-      )
+      max_compiles = int(command.flags['compiles'])
+      ranked = sweep.sweep_meshes(run, target, devices, max_compiles=max_compiles)
     else:
       report = plan_report.make_report(name, run, target, devices)
   if command.flags['sweep']:

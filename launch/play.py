@@ -18,7 +18,6 @@ from launch.report.samples import token_texts
 from launch.runtime import process_env
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
   from jaxrl.data.images import Image
@@ -210,7 +209,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     command = command_line.parse(argv, FLAGS)
-    config = command_line.load(command, {'logging': LoggingOptions})
+    config = command_line.load(command)
     command_line.check_algorithm(config)
     episode, sample = command.flag('episode', int), command.flag('sample', int)
     ids = command.flag('ids', bool)

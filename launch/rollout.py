@@ -1,13 +1,7 @@
 """Generates trajectories: `python -m launch.rollout --config=FILE.py --workdir=DIR`.
 
-Plays a data set to its end, or a number of tasks, with the weights of
-`--config.model.checkpoint`, and trains nothing. Trajectories go to
-`--config.trajectory_dump.path` with the columns of `--config.trajectory_dump.columns`.
-If the command is killed, running it again resumes the work, and every task is written
-once.
-
-With `--check` it plays without a model: it tests that each task's reference solution
-passes and that an empty one does not.
+Plays a data set to its end, or a number of tasks, and trains nothing. If the command is
+killed, running it again resumes the work, and every task is written once.
 """
 
 import asyncio
@@ -170,11 +164,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     command = command_line.parse(argv, FLAGS)
-    from jaxrl.data.trajectory_writers.writer import DumpOptions
-
-    config: Any = command_line.load(
-      command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
-    )
+    config: Any = command_line.load(command, dumps=True)
     command_line.check_algorithm(config)
 
     numbers = {name: command.flag(name, int) for name in ('num_tasks', 'group_size')}

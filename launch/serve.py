@@ -18,7 +18,6 @@ from launch.runtime import process_env
 from launch.runtime.ports import check_port, server_key
 from launch.runtime.signal_handler import run_command
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 
 if TYPE_CHECKING:
   from jaxrl.rollout.gateway.http_server import GatewayServer
@@ -121,7 +120,7 @@ async def serve(
 
 def _run(argv: Sequence[str]) -> int:
   command = command_line.parse(argv, FLAGS)
-  config: Any = command_line.load(command, {'logging': LoggingOptions})
+  config: Any = command_line.load(command)
   flags = command.flags
   port = command.flag('port', int)
   if flags['checkpoint']:

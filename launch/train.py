@@ -17,7 +17,6 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.config import from_config
-from jaxrl.data.trajectory_writers.writer import DumpOptions
 from launch.logging.console import Console
 from launch.logging.metric_sinks import MultiSink
 from launch.logging.workdir import ERROR_FILE, Workdir, default_path
@@ -50,9 +49,7 @@ def main(argv: Sequence[str]) -> int:
     return 0
   try:
     command = command_line.parse(argv, {'workdir': ''})
-    config = command_line.load(
-      command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
-    )
+    config = command_line.load(command, dumps=True)
     if help_word is not None:
       from launch.settings.key_listing import list_keys  # a run needs none of it
 

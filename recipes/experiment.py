@@ -109,6 +109,7 @@ def run_key(arguments: Sequence[str], start: Mapping[str, str]) -> str:
   command = command_line.parse(arguments)
   config: Any = command_line.load(command)
   usual: Any = base.get_config(config.algorithm.name)
+  usual.logging = config.logging  # which changes nothing of what is learned
   for tag, env in config.env.items():
     usual.env[tag] = base.env_section(env.env_type)
   defaults = flatten_keys(json_data(usual.to_dict()))

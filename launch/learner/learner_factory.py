@@ -172,51 +172,37 @@ def make_run_mesh(options: MeshOptions, devices: Sequence[Any] | None = None) ->
     return make_mesh(options, devices=devices)
 
 
+@dataclasses.dataclass(eq=False)
 class LocalLearnerFactory:
-  """Makes learners in this process: the whole of them, or this process's share.
+  """Makes learners in this process: the whole of them, or this process's share."""
 
-  Attributes:
-    mesh: Devices of the learner.
-  """
-
-  def __init__(
-    self,
-    settings: RunSettings,
-    policy: LoadedModel,
-    mesh: Mesh,
-    device_thread: DeviceThread,
-    teachers: 'TeacherSet | None',
-    choose_memory: Callable[[PhaseSpec], MemoryChoice] | None = None,
-  ):
-    self.mesh = mesh
-    self._choose_memory = choose_memory
-    self._settings = settings
-    self._policy = policy
-    self._device_thread = device_thread
-    self._teachers = teachers
-    self._learner: Learner | None = None
+  settings: RunSettings
+  policy: LoadedModel
+  mesh: Mesh
+  device_thread: DeviceThread
+  teachers: 'TeacherSet | None'
+  choose_memory: Callable[[PhaseSpec], MemoryChoice] | None = None
+  learner: Learner | None = dataclasses.field(default=None, init=False)
 
   @property
   def shape(self) -> ModelConfig:
     """The model's shape."""
-    return self._policy.model.config
+    return self.policy.model.config
 
   def describe(self) -> str:
     """Names the devices in one line."""
     kinds = sorted({device.device_kind for device in self.mesh.devices.flat})
-    sizes = self.mesh.shape.items()
-    axes = ' × '.join(f'{name} {size}' for name, size in sizes if size > 1)
-    return f'{self.mesh.size} × {", ".join(kinds)} ({axes or "one device"})'
+    return f'{self.mesh.size} × {", ".join(kinds)} ({mesh_text(self.mesh.shape)})'
 
   async def make(self, phase: PhaseSpec, *, continue_params: bool = False) -> Learner:
     """Makes the learner of a phase, see `LearnerFactory.make`."""
     params = (
-      self._learner.params if continue_params and self._learner else self._policy.params
+      self.learner.params if continue_params and self.learner else self.policy.params
     )
-    self._learner = await self._device_thread.run(self.build_learner, phase, params)
+    self.learner = await self.device_thread.run(self.build_learner, phase, params)
     if phase.name == 'train':  # the last phase: no learner begins with these again
-      self._policy = self._policy.without_params()
-    return self._learner
+      self.policy = self.policy.without_params()
+    return self.learner
 
   def build_learner(
     self, phase: PhaseSpec, params: Params, choice: MemoryChoice | None = None
@@ -231,9 +217,9 @@ class LocalLearnerFactory:
     Raises:
       ConfigError: For adapters that this model cannot have.
     """
-    if choice is None and self._choose_memory is not None:
-      choice = self._choose_memory(phase)
-    settings, main = with_choice(self._settings, choice), phase.name == 'train'
+    if choice is None and self.choose_memory is not None:
+      choice = self.choose_memory(phase)
+    settings, main = with_choice(self.settings, choice), phase.name == 'train'
     algorithm = settings.algorithm
     if not main:
       from jaxrl.algorithms.presets.sft import sft  # only a warm start needs it
@@ -241,9 +227,9 @@ class LocalLearnerFactory:
       algorithm = sft()
     rollout, batch = settings.rollout, settings.batch
     model = dataclasses.replace(
-      self._policy.model,
+      self.policy.model,
       remat=settings.model.remat,
-      unroll=min(settings.model.scan_unroll, self._policy.model.config.num_layers),
+      unroll=min(settings.model.scan_unroll, self.policy.model.config.num_layers),
     )
     if main and settings.plays:
       check_model(settings, model.config)
@@ -257,8 +243,8 @@ class LocalLearnerFactory:
         model, params, jax.random.key(fold_seed(settings.seed, 'lora'))
       )
     teachers = None
-    if main and self._teachers is not None:
-      teachers = self._teachers.place(settings, self.mesh, phase.num_rows)
+    if main and self.teachers is not None:
+      teachers = self.teachers.place(settings, self.mesh, phase.num_rows)
     return Learner(
       model,
       params,
@@ -268,7 +254,7 @@ class LocalLearnerFactory:
       length_buckets=batch.padded_lengths,
       mesh=self.mesh,
       optimizer=_make_optimizer(settings, phase),
-      device_thread=self._device_thread,
+      device_thread=self.device_thread,
       teachers=teachers,
       temperature=rollout.temperature,
       seed=fold_seed(settings.seed, 'learner'),
@@ -283,8 +269,8 @@ class LocalLearnerFactory:
     from jaxrl.models import peft_export
     from jaxrl.training.parallelism import distributed
 
-    assert self._learner is not None
-    newest = self._learner
+    assert self.learner is not None
+    newest = self.learner
 
     def run() -> None:
       config = newest.model.config
@@ -295,13 +281,13 @@ class LocalLearnerFactory:
           lora.trainable_params(config, newest.params)
         )
       if jax.process_index() == 0:
-        model, tokenizer = self._policy.model, self._policy.tokenizer
+        model, tokenizer = self.policy.model, self.policy.tokenizer
         huggingface.save(folder, model.config, params, tokenizer)
         if adapters:
-          base = str(self._policy.folder)
+          base = str(self.policy.folder)
           peft_export.save_peft(adapter_folder(folder), config, adapters, base)
 
-    await self._device_thread.run(run)
+    await self.device_thread.run(run)
 
   async def close(self) -> None:
     """Does nothing: the learner lives as long as this process."""
@@ -312,6 +298,12 @@ MakeLearners = Callable[
   [RunSettings, LoadedModel, Mesh, DeviceThread, 'TeacherSet | None'],
   LocalLearnerFactory,
 ]
+
+
+def mesh_text(sizes: Mapping[str, int]) -> str:
+  """Formats the mesh axes that are larger than 1, as in 'data 2 × fsdp 4'."""
+  axes = [f'{name} {size}' for name, size in sizes.items() if size > 1]
+  return ' × '.join(axes) or 'one device'
 
 
 def with_choice(settings: RunSettings, choice: MemoryChoice | None) -> RunSettings:

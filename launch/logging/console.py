@@ -5,6 +5,7 @@ On a terminal a progress bar with rate and time left stays below the lines. Else
 """
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -22,24 +23,27 @@ from launch.logging.metric_sinks import Metrics, MetricSink, is_trained
 
 # What a line shows, in this order, of what a step has: metric → (label, format).
 COLUMNS = {
-  'reward/mean': ('reward', '.3f'),
-  'loss/total': ('loss', '.4f'),
-  'policy/entropy': ('entropy', '.3f'),
-  'kl/reference': ('kl', '.4f'),
-  'optimizer/grad_norm': ('grad', '.2f'),
-  'mismatch/kl': ('mismatch', '.1e'),
-  'staleness/mean': ('stale', '.1f'),
-  'tokens/action_per_row': ('tokens', '.0f'),
-  'tokens/per_second': ('tokens/s', ',.0f'),
-  'time/rollout': ('rollout', '.2fs'),
-  'time/train': ('train', '.2fs'),
-  'time/step': ('step', '.2fs'),
+  'reward/mean': ('reward', '{:.3f}'),
+  'loss/total': ('loss', '{:.4f}'),
+  'policy/entropy': ('entropy', '{:.3f}'),
+  'kl/reference': ('kl', '{:.4f}'),
+  'optimizer/grad_norm': ('grad', '{:.2f}'),
+  'mismatch/kl': ('mismatch', '{:.1e}'),
+  'staleness/mean': ('stale', '{:.1f}'),
+  'tokens/action_per_row': ('tokens', '{:.0f}'),
+  'tokens/per_second': ('tokens/s', '{:,.0f}'),
+  'time/rollout': ('rollout', '{:.2f}s'),
+  'time/train': ('train', '{:.2f}s'),
+  'time/step': ('step', '{:.2f}s'),
 }
 FAST = 0.5  # seconds; in a long phase, lines nearer than this are left out
 
 # What the shell takes as one word: runs of plain characters and of quoted text.
 QUOTED_WORDS = re.compile(r"""(?:[^\s'"\\]|\\.|'[^']*'|"(?:[^"\\]|\\.)*")+""")
 OWN = ('jaxrl', 'kernels', 'launch')  # the packages whose log is shown
+break_words = functools.partial(
+  textwrap.wrap, break_long_words=False, break_on_hyphens=False
+)
 
 
 def _own_stream(stream: TextIO) -> TextIO:
@@ -81,18 +85,12 @@ class Console(MetricSink):
     """Prints one line as it is."""
     self.terminal.print(Text(self._wrap(text), style=style))
 
-  def _wrap(self, text: str, indent: str = '  ') -> str:
+  def _wrap(self, text: str) -> str:
     """Breaks a line that is too long for the terminal, between words."""
     if not self.live or len(text) <= self.terminal.width:
       return text
     lines = (
-      textwrap.wrap(
-        line,
-        self.terminal.width,
-        subsequent_indent=indent,
-        break_long_words=False,
-        break_on_hyphens=False,
-      )
+      break_words(line, self.terminal.width, subsequent_indent='  ')
       for line in text.split('\n')
     )
     return '\n'.join('\n'.join(parts) for parts in lines)
@@ -111,8 +109,7 @@ class Console(MetricSink):
       self.terminal.print(Text(f'  {label}', style='dim'))
       self.terminal.print(Text(f'    {value}'))
       return
-    room = max(20, self.terminal.width - 16)
-    lines = textwrap.wrap(value, room, break_long_words=False, break_on_hyphens=False)
+    lines = break_words(value, max(20, self.terminal.width - 16))
     line = Text().append(f'  {label:<13} ', style='dim')
     self.terminal.print(line.append(f'\n{" " * 16}'.join(lines)))
 
@@ -207,16 +204,15 @@ class Console(MetricSink):
     of = f'/{self._total}' if self._total else ''
     line = Text().append(f'{self._name} {step + 1:>{width}}{of}', style='bold')
     room = self.terminal.width if self.live else 10**6
-    shown = set()
     for name, (label, form) in COLUMNS.items():
-      if name not in metrics or label in shown:
+      if name not in metrics:
         continue
-      shown.add(label)
-      value = format_metric(metrics[name], form)
+      number = metrics[name]
+      value = 'nan' if number is None else form.format(number)
       if line.cell_len + len(f'  {label} {value}') > room:
         break
       line.append(f'  {label} ', style='dim')
-      line.append(value, style='red' if metrics[name] is None else '')
+      line.append(value, style='red' if number is None else '')
     if pace:
       line.append(f'  {pace}', style='dim')
     return line
@@ -313,12 +309,3 @@ def format_duration(seconds: float) -> str:
   whole = max(0, round(seconds))
   hours, minutes, rest = whole // 3600, whole // 60 % 60, whole % 60
   return f'{hours}:{minutes:02}:{rest:02}' if hours else f'{minutes}:{rest:02}'
-
-
-def format_metric(value: float | None, form: str) -> str:
-  """Formats a number for people; 's' at the end of `form` is a unit."""
-  if value is None:
-    return 'nan'
-  unit = 's' if form.endswith('s') else ''
-  text = format(value, form.removesuffix('s'))
-  return text + unit

@@ -10,46 +10,32 @@ from jaxrl.user_code import describe_error, user_place
 from launch.logging.console import Console
 from launch.logging.workdir import ERROR_FILE, Workdir
 
-# By the start of a config key, or by a flag of a command.
-PAGES = {
-  'algorithm': 'docs/extending.md',
-  'algorithm.correction': 'docs/mismatch.md',
-  'batch': 'docs/memory.md',
-  'batch.length_buckets': 'docs/packing.md',
-  'batch.packing': 'docs/packing.md',
-  'checkpoint': 'docs/reliability.md',
-  'checkpoint.export': 'docs/models.md',
-  'cluster': 'docs/cluster.md',
-  'dataset': 'docs/datasets.md',
-  'dataset.experience_store': 'docs/store.md',
-  'env': 'docs/environments.md',
-  'eval': 'docs/environments.md',
-  'kernels': 'docs/kernels.md',
-  'logging.level': 'docs/cluster.md',
-  'logging.sinks': 'docs/extending.md',
-  'logging.trace_steps': 'docs/performance.md',
-  'mesh': 'docs/mesh.md',
-  'model': 'docs/models.md',
-  'model.lora': 'docs/lora.md',
-  'model.remat': 'docs/lora.md',
-  'optimizer.name': 'docs/lora.md',
-  'plugins': 'docs/extending.md',
-  'rollout.async_ratio': 'docs/mismatch.md',
-  'rollout.engine': 'docs/vllm.md',
-  'rollout.group_filter': 'docs/extending.md',
-  'batch.logprob_mismatch_warn': 'docs/mismatch.md',
-  'rollout.max_num_seqs': 'docs/memory.md',
-  'rollout.reward_shaping': 'docs/extending.md',
-  'rollout.rewards': 'docs/graders.md',
-  'rollout.staleness_policy': 'docs/mismatch.md',
-  'sft': 'docs/datasets.md',
-  'trajectory_dump': 'docs/store.md',
-  'weight_sync': 'docs/weights.md',
-  '--benchmark': 'docs/benchmarks.md',
-  '--checkpoint': 'docs/models.md',
-  '--mode': 'docs/synthesis.md',
-  '--topology': 'docs/plan.md',
+# What each page explains: the start of config keys, or a flag of a command.
+_KEYS = {
+  'docs/benchmarks.md': '--benchmark',
+  'docs/cluster.md': 'cluster logging.level',
+  'docs/datasets.md': 'dataset sft',
+  'docs/environments.md': 'env eval',
+  'docs/extending.md': 'algorithm logging.sinks plugins rollout.group_filter '
+  'rollout.reward_shaping',
+  'docs/graders.md': 'rollout.rewards',
+  'docs/kernels.md': 'kernels',
+  'docs/lora.md': 'model.lora model.remat optimizer.name',
+  'docs/memory.md': 'batch rollout.max_num_seqs',
+  'docs/mesh.md': 'mesh',
+  'docs/mismatch.md': 'algorithm.correction batch.logprob_mismatch_warn '
+  'rollout.async_ratio rollout.staleness_policy',
+  'docs/models.md': 'model checkpoint.export --checkpoint',
+  'docs/packing.md': 'batch.length_buckets batch.packing',
+  'docs/performance.md': 'logging.trace_steps',
+  'docs/plan.md': '--topology',
+  'docs/reliability.md': 'checkpoint',
+  'docs/store.md': 'dataset.experience_store trajectory_dump',
+  'docs/synthesis.md': '--mode',
+  'docs/vllm.md': 'rollout.engine',
+  'docs/weights.md': 'weight_sync',
 }
+PAGES = {key: page for page, keys in _KEYS.items() for key in keys.split()}
 # A flag, or a key with its section: a bare `mesh` in a sentence is only a word, and
 # `eval.jsonl` is a file.
 _NAME = re.compile(

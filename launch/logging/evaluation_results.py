@@ -43,22 +43,18 @@ def _tag(
   tag, size = groups[0][0].tag, min(len(rows_by_sample(group)) for group in groups)
   scores = metrics_by_task(groups, ks or pass_at_k.powers_of_two(size))
   scores = {f'mean@{size}' if k == 'mean' else k: v for k, v in scores.items()}
-  tag_metrics = {
-    name.removeprefix(f'eval/{tag}/'): value
-    for name, value in metrics.items()
-    if name.startswith(f'eval/{tag}/')
-  }
-  skip = (
-    'tasks',
-    'mean',
-    *(k for k in tag_metrics if k.startswith(('pass@', 'majority@'))),
-  )
+  other = {}
+  for name, value in metrics.items():
+    short = name.removeprefix(f'eval/{tag}/')
+    is_score = short in ('tasks', 'mean') or short.startswith(('pass@', 'majority@'))
+    if short != name and not is_score:
+      other[short] = value
   errors = [row.extras.get('error') for group in groups for row in group if row.failed]
   return {
     'num_tasks': len(groups),
     'num_attempts': size,
     'scores': with_intervals(scores, tag, seed),
-    'other': {name: value for name, value in tag_metrics.items() if name not in skip},
+    'other': other,
     'error': str(errors[0]) if errors else None,
     'tasks': [_task(group) for group in groups],
   }

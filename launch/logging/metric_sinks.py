@@ -9,6 +9,7 @@ import contextlib
 import dataclasses
 import errno
 import importlib
+import itertools
 import json
 import logging
 import math
@@ -304,12 +305,8 @@ def read_metrics(path: pathlib.Path) -> list[dict[str, Any]]:
   Raises:
     ConfigError: For a line in the middle that is not a row.
   """
-  if not path.exists():
-    return []
-  lines = path.read_bytes().split(b'\n')
-  while lines and not lines[-1]:
-    lines.pop()
   rows = []
+  lines = path.read_bytes().rstrip(b'\n').split(b'\n') if path.exists() else []
   for number, line in enumerate(lines, 1):
     try:
       rows.append(parse_row(line, path, number))
@@ -572,10 +569,9 @@ class Prometheus(MetricSink):
   def _gauge(self, name: str) -> Any:
     """Returns the gauge of a metric; names that differ in signs alone get numbers."""
     if name not in self._gauges:
-      public = base = 'jaxrl_' + _NOT_IN_PROMETHEUS.sub('_', name)
-      number = 2
-      while public in self._public_names:
-        public, number = f'{base}{number}', number + 1
+      base = 'jaxrl_' + _NOT_IN_PROMETHEUS.sub('_', name)
+      names = (base if n == 1 else f'{base}{n}' for n in itertools.count(1))
+      public = next(n for n in names if n not in self._public_names)
       self._public_names.add(public)
       self._gauges[name] = self._gauge_class(
         public, f'{name}, of the latest step', ('run', 'phase'), registry=self._registry

@@ -105,19 +105,14 @@ def _line(module: str, arguments: Sequence[str]) -> str:
 
 def _is_accepted(arguments: Sequence[str], *, trains: bool) -> bool:
   """Returns whether a command would accept its command line."""
-  from jaxrl.data.trajectory_writers.writer import DumpOptions
-  from launch.settings.logging_settings import LoggingOptions
   from launch.settings.resolve import resolve_settings
   from launch.settings.validation import validate, validate_training
 
-  sections: dict[str, Any] = {'logging': LoggingOptions}
-  if trains:
-    sections['trajectory_dump'] = DumpOptions
   try:
     with warnings.catch_warnings():
       warnings.simplefilter('ignore')  # the command itself tells what is doubtful
       command = command_line.parse(arguments, {'workdir': ''})
-      config = command_line.load(command, sections)
+      config = command_line.load(command, dumps=trains)
       settings = resolve_settings(config, warn=False)
       validate(settings)
       if trains:

@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 import types
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -307,9 +307,7 @@ class StepTrace:
       for process in self.processes
       if (chosen := list(self._spans_of(process, part)))
     ]
-    count, number = defaultdict(int), defaultdict(int)
-    for part, _, _ in tracks:
-      count[part] += 1
+    count, number = Counter(part for part, _, _ in tracks), Counter[str]()
     for pid, (part, process, chosen) in enumerate(tracks, 1):
       number[part] += 1
       name = part if count[part] == 1 else f'{part} {number[part]}'
@@ -363,18 +361,12 @@ class StepTrace:
       if span.name == 'report':
         continue
       if report is not None:
-        span = span._replace(step=self._step_of_report(process, report))
+        at, step = self._local_time(process, report), None
+        if self.reports:  # the call during which, or next to which, it happened
+          *_, step = min(self.reports, key=lambda r: max(r[0] - at, at - r[1], 0.0))
+        span = span._replace(step=step)
       assigned.append(span)
     return assigned
-
-  def _step_of_report(self, process: ProcessTrace, time_s: float) -> int | None:
-    """Returns the step of the call during which, or next to which, it happened."""
-    at = self._local_time(process, time_s)
-
-    def distance(report: tuple[float, float, int | None]) -> float:
-      return max(report[0] - at, at - report[1], 0.0)
-
-    return min(self.reports, key=distance)[2] if self.reports else None
 
   def _profile_events(self) -> Iterator[Event]:
     """Yields JAX's own events, with process ids of their own and the trace's time."""
@@ -423,19 +415,16 @@ def seconds_by_metric(trace: Mapping[str, Any]) -> dict[str, float]:
   As in the metrics, times are of the learner's first process, and means of engines.
   """
   sums: dict[str, dict[int, float]] = defaultdict(lambda: defaultdict(float))
-  parts = {}
+  engines = set()
   for event in trace['traceEvents']:
     part = event.get('cat')
     if event['ph'] != 'X' or 'step' not in event.get('args', {}) or part not in PARTS:
       continue
     sums[f'time/{event["name"]}'][event['pid']] += event['dur'] / 1e6
-    parts[f'time/{event["name"]}'] = part
-  engines = {
-    pid for n, by_pid in sums.items() if parts[n] == 'engine' for pid in by_pid
-  }
+    engines |= {event['pid']} if part == 'engine' else set()
   return {
     name: sum(by_pid.values()) / len(engines)
-    if parts[name] == 'engine'
+    if by_pid.keys() & engines
     else by_pid[min(by_pid)]
     for name, by_pid in sums.items()
   }

@@ -147,7 +147,6 @@ def _by_tag(groups: Sequence[Group]) -> Mapping[str, list[Group]]:
   """Returns the groups that were played, by tag, without what experts wrote."""
   groups_by_tag: dict[str, list[Group]] = {}
   for group in groups:
-    played = [row for row in group if not row.is_expert]
-    if played:
+    if played := [row for row in group if not row.is_expert]:
       groups_by_tag.setdefault(played[0].tag, []).append(played)
   return groups_by_tag

@@ -42,14 +42,6 @@ PACKAGES = (
 ).split()
 
 
-class _Absent:
-  def __repr__(self) -> str:
-    return '(absent)'
-
-
-ABSENT = _Absent()
-
-
 class Workdir:
   """The open folder of one run; `close` lets others have it.
 
@@ -111,10 +103,14 @@ class Workdir:
     old, new = flatten_keys(self._record['config']), flatten_keys(self.config)
     # An earlier version did not have all keys of this one, which are off unless set.
     old = {key: value for key, value in new.items() if not value} | old
+
+    def shown(values: Mapping[str, Any], key: str) -> str:
+      return repr(values[key]) if key in values else '(absent)'
+
     lines = {
-      key: f'{key} {old.get(key, ABSENT)!r} → {new.get(key, ABSENT)!r}'
+      key: f'{key} {shown(old, key)} → {shown(new, key)}'
       for key in sorted({*old, *new})
-      if old.get(key, ABSENT) != new.get(key, ABSENT)
+      if (key in old, old.get(key)) != (key in new, new.get(key))
     }
     fixed = [
       line
@@ -223,6 +219,14 @@ def git_commit() -> str | None:
   if head.returncode:
     return None
   return head.stdout.strip() + ('+' if state.stdout.strip() else '')
+
+
+def read_json(path: pathlib.Path) -> Any:
+  """Returns what a JSON file holds; None if it is absent or damaged."""
+  try:
+    return json.loads(path.read_text(encoding='utf-8'))
+  except (OSError, ValueError, RecursionError):
+    return None
 
 
 def write_atomically(path: pathlib.Path, text: str) -> None:

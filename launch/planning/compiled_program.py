@@ -45,11 +45,6 @@ class CompiledProgram:
   compile_seconds: float = 0.0
   too_large: bool = False
 
-  @property
-  def memory(self) -> float:
-    """Bytes of a device that the program needs in all."""
-    return self.arguments + self.outputs + self.temporaries
-
 
 def compile_program(
   name: str, traced: Any, target: Target, loop_rounds: int = 1
@@ -66,7 +61,9 @@ def compile_program(
     The program with its costs; `too_large` if a device has too little memory for it.
   """
   start = time.perf_counter()
-  flop_count = flops.count_flops(_live_jaxpr(traced.jaxpr), loop_rounds)
+  jaxpr = traced.jaxpr.jaxpr  # without what no result depends on, as compilers do
+  live_jaxpr, *_ = partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+  flop_count = flops.count_flops(live_jaxpr, loop_rounds)
   try:
     executable, hlo_text = _compile(traced.lower(), target)
   except jax.errors.JaxRuntimeError as error:
@@ -106,12 +103,6 @@ def read_memory(name: str, executable: Any) -> CompiledProgram:
     outputs=sizes.output_size_in_bytes - sizes.alias_size_in_bytes,
     temporaries=sizes.temp_size_in_bytes,
   )
-
-
-def _live_jaxpr(closed_jaxpr: Any) -> Any:
-  """Removes operations that no result depends on, as compilers do."""
-  jaxpr = closed_jaxpr.jaxpr
-  return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))[0]
 
 
 def _compile(lowered: Any, target: Target) -> tuple[Any, str]:

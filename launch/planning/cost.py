@@ -2,30 +2,24 @@
 
 import dataclasses
 import math
-from collections.abc import Sequence
+import operator
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.sharding import Mesh
 
 from jaxrl.models import lora
 from jaxrl.training import staleness
 from jaxrl.training.batching.batch_builder import BatchShape
 from jaxrl.training.learner import Learner
-from launch.planning import (
-  compiled_program,
-  device_budget,
-  engine_decode,
-  planned_run,
-  publish_memory,
-)
+from launch.planning import compiled_program, device_budget, engine_decode, planned_run
 from launch.planning.compiled_program import (
   CompiledProgram,
   TimeEstimate,
   bytes_per_device,
 )
-from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
+from launch.planning.publish_memory import PublishMemory
 from launch.planning.targets import CPU_MEMORY_RATE, Target
 
 
@@ -83,16 +77,13 @@ class RunCost:
     return self.total <= self.limit and not refused
 
 
-def estimate_cost(
-  run: PlannedRun, target: Target, devices: Sequence[Any], *, engine: PlannedEngine
-) -> RunCost:
+def estimate_cost(run: PlannedRun, target: Target, devices: Sequence[Any]) -> RunCost:
   """Compiles the learner's programs for the longest rows and adds up their costs.
 
   Args:
     run: The run.
     target: Machine to plan for.
     devices: Devices of the target, as `target_devices` returns them.
-    engine: The run's rollout engine.
 
   Returns:
     The memory and the programs of the run.
@@ -103,33 +94,15 @@ def estimate_cost(
   mesh = planned_run.planned_mesh(run, devices)
   learner = planned_run.make_learner(run, mesh)
   shape, traced = learner.trace(run.buckets[-1])
-  teacher_programs = (
-    learner.teachers.trace(shape.rows, shape.length) if learner.teachers else {}
-  )
-  traced = teacher_programs | traced
+  scored = learner.teachers.trace(shape.rows, shape.length) if learner.teachers else {}
+  traced = scored | traced | PublishMemory(run, learner).trace_merge()
   compiled = {
     name: compiled_program.compile_program(
       name, one, target, _packed_micro_batches(shape, name)
     )
-    for name, one in (traced | publish_memory.trace_merge(run, learner)).items()
+    for name, one in traced.items()
   }
-  resident_bytes = resident_memory(run, learner, engine)
-  gradient_bytes = bytes_per_device(
-    lora.trainable_params(learner.model.config, learner.params)
-  )
-  phases = {
-    name: program_memory(resident_bytes, compiled[name], gradient_bytes)
-    for name in traced
-  }
-  num_parallel = 1 if shape.pack is None else shape.pack.num_parallel
-  for name in ('gradients', 'temporaries'):  # of each micro-batch that is done at once
-    phases['train'][name] *= num_parallel
-  if run.publishes_weights:
-    merge = compiled.get('merge')
-    phases['publish'] = {
-      **resident_bytes,
-      **publish_memory.publishing_memory(run, learner, merge),
-    }
+  phases = phase_memory(run, learner, compiled, shape.num_parallel)
   peaks = {name: sum(parts.values()) for name, parts in phases.items()}
   phase = max(peaks, key=peaks.__getitem__)
   return RunCost(
@@ -143,12 +116,10 @@ def estimate_cost(
     limit=device_budget.memory_budget(run.settings, target).limit,
     phase=phase,
     peaks=peaks,
-    num_parallel=num_parallel,
+    num_parallel=shape.num_parallel,
     in_trees=shape.pack is not None and shape.pack.tree,
-    scorings_per_teacher=_scorings_per_teacher(
-      learner, shape.rows, len(teacher_programs)
-    ),
-    num_small_programs=_num_small_programs(learner, len(teacher_programs)),
+    scorings_per_teacher=_scorings_per_teacher(learner, shape.rows, len(scored)),
+    num_small_programs=_num_small_programs(learner, has_teachers=bool(scored)),
   )
 
 
@@ -159,15 +130,12 @@ def _scorings_per_teacher(learner: Learner, rows: int, num_teachers: int) -> int
   return -(-rows // (num_teachers * learner.teachers.chunk_rows))
 
 
-def _num_small_programs(learner: Learner, num_teachers: int) -> int:
+def _num_small_programs(learner: Learner, *, has_teachers: bool) -> int:
   """Counts the programs of staleness and teacher fields, as `Learner._warm_up` does."""
   scored = 'old_logprobs' in learner._spec.scored_fields
-  per_shape = staleness.num_limit_programs(
-    learner._staleness_limit, scored=scored
-  ) + bool(num_teachers)
-  return per_shape * len(
-    {(shape.rows, shape.length) for shape in learner.warmup_shapes}
-  )
+  limit_programs = staleness.num_limit_programs(learner._staleness_limit, scored=scored)
+  sizes = {(shape.rows, shape.length) for shape in learner.warmup_shapes}
+  return (limit_programs + has_teachers) * len(sizes)
 
 
 def _packed_micro_batches(shape: BatchShape, name: str) -> int:
@@ -178,9 +146,46 @@ def _packed_micro_batches(shape: BatchShape, name: str) -> int:
   return -(-rows // (shape.pack.rows * (shape.pack.length // shape.length)))
 
 
-def resident_memory(
-  run: PlannedRun, learner: Learner, engine: PlannedEngine
-) -> dict[str, float]:
+def phase_memory(
+  run: PlannedRun,
+  learner: Learner,
+  programs: Mapping[str, CompiledProgram],
+  num_parallel: int,
+  *,
+  warm_start: bool = False,
+) -> dict[str, dict[str, float]]:
+  """Adds up the device memory in use in each phase of a step.
+
+  Args:
+    run: The run.
+    learner: Its learner, built from shapes.
+    programs: The compiled programs of the phases, and 'merge' if there is one.
+    num_parallel: Micro-batches that an update processes at the same time.
+    warm_start: Whether the learner is that of the warm start, which publishes nothing,
+      and after which the next phase may begin with the parameters as loaded.
+
+  Returns:
+    Bytes of the fullest device by part; for each program, and for 'publish'.
+  """
+  resident = resident_memory(run, learner)
+  if warm_start:
+    resident['parameters as loaded'] = resident['parameters']
+  trained = lora.trainable_params(learner.model.config, learner.params)
+  gradients = bytes_per_device(trained)
+  phases = {
+    name: program_memory(resident, program, gradients)
+    for name, program in programs.items()
+    if name != 'merge'
+  }
+  for part in ('gradients', 'temporaries'):  # of each micro-batch that is done at once
+    phases['train'][part] *= num_parallel
+  if run.settings.plays and not warm_start:
+    published = PublishMemory(run, learner).publishing(programs.get('merge'))
+    phases['publish'] = {**resident, **published}
+  return phases
+
+
+def resident_memory(run: PlannedRun, learner: Learner) -> dict[str, float]:
   """Computes the memory that is in use in every phase.
 
   An engine in the learner's process is on one device, which is the fullest.
@@ -188,7 +193,6 @@ def resident_memory(
   Args:
     run: The run.
     learner: The run's learner, built from shapes.
-    engine: The run's rollout engine.
 
   Returns:
     Bytes of each device, by part.
@@ -202,36 +206,28 @@ def resident_memory(
     'reference': bytes_per_device(arrays.get('reference')),
     'teachers': bytes_per_device(arrays.get('teachers')),
   }
-  if run.publishes_weights:
-    memory |= publish_memory.pending_memory(run, learner)
-    if not engine.own_process:
-      platform = learner.mesh.devices.flat[0].platform
-      memory |= engine_memory(run, engine, platform)
+  if run.settings.plays:
+    memory |= PublishMemory(run, learner).pending()
+    if not run.settings.cluster.ray:  # it lives in the learner's process
+      memory |= engine_memory(run, learner.mesh.devices.flat[0].platform)
   return memory
 
 
-def engine_memory(
-  run: PlannedRun, engine: PlannedEngine, platform: str
-) -> dict[str, float]:
+def engine_memory(run: PlannedRun, platform: str) -> dict[str, float]:
   """Computes the memory of an engine.
 
   Args:
     run: The run.
-    engine: The run's rollout engine.
     platform: Platform of the engine's devices: 'cpu', 'gpu' or 'tpu'.
 
   Returns:
     Bytes of each of the engine's devices, by part.
   """
-  params = planned_run.served_params(run, engine.weights_dtype)
+  engine = run.settings.engine
+  params = planned_run.served_params(run, run.weights_dtype)
   params = planned_run.encoded_shapes(params, engine.weights_format)
-  model = dataclasses.replace(
-    engine_decode.engine_model(run, engine), platform=platform
-  )
-  cache = jax.eval_shape(
-    lambda: model.init_cache(engine.max_num_seqs, engine.max_length)
-  )
-  num_devices = engine.num_devices
+  model = dataclasses.replace(engine_decode.engine_model(run), platform=platform)
+  cache, num_devices = engine_decode.engine_cache(run, model), engine.num_devices
   return {
     "engine's weights": bytes_per_device(params) / num_devices,
     'cache': bytes_per_device(cache) / num_devices,
@@ -286,17 +282,17 @@ class StepEstimate:
   @property
   def step(self) -> tuple[float, float]:
     """Least and most seconds of a step; overlapped rollouts run beside the learner."""
-    rollout = (self.rollout.least, self.rollout.most) if self.rollout else (0.0, 0.0)
-    combine = max if self.overlapped else (lambda a, b: a + b)
-    return combine(self.learn[0], rollout[0]), combine(self.learn[1], rollout[1])
+    rollout = self.rollout or TimeEstimate(0.0, 0.0, 0.0)
+    combine = max if self.overlapped else operator.add
+    least, most = self.learn
+    return combine(least, rollout.least), combine(most, rollout.most)
 
 
 def estimate_step(
   run: PlannedRun,
   cost: RunCost,
   target: Target,
-  engine: PlannedEngine,
-  decode: CompiledProgram | None,
+  decode: CompiledProgram | None = None,
 ) -> StepEstimate:
   """Estimates the time of one training step.
 
@@ -304,13 +300,13 @@ def estimate_step(
     run: The run.
     cost: Its compiled programs.
     target: Machine to plan for.
-    engine: The run's rollout engine.
     decode: The compiled decode step, None if the run plays nothing.
 
   Returns:
     Seconds by phase, and how often each program runs.
   """
-  batch, dtype = run.settings.batch, run.settings.model.dtype
+  settings = run.settings
+  batch, dtype = settings.batch, settings.model.dtype
   runs = dict.fromkeys(cost.programs, 1)
   runs['train'] = batch.num_minibatches * batch.ppo_epochs
   runs |= {
@@ -323,29 +319,16 @@ def estimate_step(
   }
   rollout = None
   if decode is not None:
-    num_slots = engine.max_num_seqs * num_engines(run)
-    runs['decode'] = math.ceil(run.num_rows / num_slots) * max_response_tokens(run)
-    one = compiled_program.estimate_time(
-      decode, target, engine.num_devices, engine.dtype
-    )
+    num_slots = settings.rollout.max_num_seqs * run.num_engines
+    runs['decode'] = math.ceil(run.num_rows / num_slots) * run.max_response_tokens
+    num_devices = settings.engine.num_devices
+    one = compiled_program.estimate_time(decode, target, num_devices, run.engine_dtype)
     rollout = one * runs['decode']
   own_devices = (
-    engine.own_process and not device_budget.memory_budget(run.settings, target).engine
+    settings.cluster.ray and not device_budget.memory_budget(settings, target).engine
   )
-  overlapped = run.settings.rollout.async_ratio > 0 and own_devices
+  overlapped = settings.rollout.async_ratio > 0 and own_devices
   return StepEstimate(runs, times, rollout, cost.rows * cost.length, overlapped)
-
-
-def num_engines(run: PlannedRun) -> int:
-  """Returns the number of rollout engines."""
-  return max(1, run.settings.cluster.num_engines)
-
-
-def max_response_tokens(run: PlannedRun) -> int:
-  """Returns the largest number of tokens that a response may have."""
-  settings = run.settings
-  limits = [settings.response_limit(tag) for tag in settings.training_tags]
-  return min([settings.batch.max_length - 1, *limits])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -363,9 +346,7 @@ class PublishEstimate:
   seconds: float
 
 
-def estimate_publish(
-  run: PlannedRun, target: Target, engine: PlannedEngine
-) -> PublishEstimate:
+def estimate_publish(run: PlannedRun, target: Target) -> PublishEstimate:
   """Estimates the cost of publishing the weights to the engines.
 
   A full version is counted; where only adapters are sent, any version but the first.
@@ -373,12 +354,12 @@ def estimate_publish(
   Args:
     run: The run.
     target: Machine to plan for.
-    engine: The run's rollout engine.
 
   Returns:
     Bytes and seconds of one version.
   """
-  transport, chip = run.settings.transport, target.chip
+  transport, engine = run.settings.transport, run.settings.engine
+  chip = target.chip
   shapes, prefix = planned_run.served_params(run, transport.options.dtype), ''
   adapters = run.trained_shape.lora
   if adapters and adapters.transfer == 'adapters' and transport.name != 'inprocess':
@@ -390,9 +371,7 @@ def estimate_publish(
     rate = chip.memory_rate / 2
   elif transport.direct:
     rate = chip.inter_node_link or chip.link
-  elif (
-    transport.name == 'shared_memory'
-  ):  # written to the host's memory, and read again
+  elif transport.name == 'shared_memory':  # written to the host's, and read again
     rate = CPU_MEMORY_RATE / 2
   else:
     rate = chip.network * engine.num_devices
@@ -402,37 +381,22 @@ def estimate_publish(
   return PublishEstimate(size, description, size / rate)
 
 
-def count_programs(
-  run: PlannedRun, cost: RunCost, engine: PlannedEngine, plays: bool
-) -> dict[str, int]:
+def count_programs(run: PlannedRun, cost: RunCost) -> dict[str, int]:
   """Counts the programs that a run compiles before its first step.
 
   Args:
     run: The run.
     cost: Its compiled programs.
-    engine: The run's rollout engine.
-    plays: Whether the run generates rollouts.
 
   Returns:
     The number of programs by part, 'learner' and 'engine'.
   """
-  num_learner_programs = (
-    cost.num_shapes * cost.programs_per_shape
-    + cost.num_small_programs
-    + ('merge' in cost.programs)
-  )
-  counts = {'learner': num_learner_programs}
+  count = cost.num_shapes * cost.programs_per_shape + cost.num_small_programs
+  counts = {'learner': count + ('merge' in cost.programs)}
   if cost.num_shapes and cost.num_parallel > 1:
     # The update is three programs, two of them of all shapes.
     counts['learner'] += 2
-  if plays and engine.kind == 'jax':
+  if run.plays and run.settings.engine.kind == 'jax':
     # One prefill for each bucket of prompts; decode, place, copy, the weights' layout.
-    counts['engine'] = len(engine.buckets) + 4
+    counts['engine'] = len(run.prompt_buckets) + 4
   return counts
-
-
-def mesh_text(mesh: Mesh | dict[str, int]) -> str:
-  """Formats the mesh axes that are larger than 1, as in 'data 2 × fsdp 4'."""
-  sizes = dict(mesh.shape) if isinstance(mesh, Mesh) else mesh
-  axes = [f'{name} {size}' for name, size in sizes.items() if size > 1]
-  return ' × '.join(axes) or 'one device'

@@ -20,11 +20,9 @@ from jaxrl.models import kv_cache as caches
 from jaxrl.models import layer_stack
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
-from jaxrl.rollout.engine import model_runner
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
-from kernels.block_rounding import BlockFormat
 from launch.planning import compiled_program
 from launch.planning.compiled_program import CompiledProgram
 from launch.planning.planned_run import PlannedRun, encoded_shapes, served_params
@@ -34,83 +32,31 @@ from launch.planning.traffic import Collective
 MAX_COMPILED_LAYERS = 4
 
 
-@dataclasses.dataclass(frozen=True)
-class PlannedEngine:
-  """Describes the rollout engine that a config names.
-
-  Attributes:
-    kind: 'jax', 'vllm', or where a user's own class is.
-    num_devices: Devices of one engine.
-    max_num_seqs: Sequences that it decodes at the same time.
-    max_length: Tokens of prompt and response.
-    weights_dtype: Dtype of its weights; None leaves each as it is published.
-    weights_format: How it keeps matrices in 8 bits; None for more bits.
-    dtype: Dtype of products and cache.
-    own_process: Whether it runs in a process of its own, not in the learner's.
-    buckets: Prompt lengths that `JaxEngine` compiles for.
-  """
-
-  kind: str
-  num_devices: int
-  max_num_seqs: int
-  max_length: int
-  weights_dtype: str | None
-  dtype: str
-  own_process: bool
-  buckets: tuple[int, ...] = ()
-  weights_format: BlockFormat | None = None
-
-
-def plan_engine(run: PlannedRun) -> PlannedEngine:
-  """Returns the engine that the config names, whether or not it is installed here."""
-  settings = run.settings
-  kind, options = settings.engine.kind, settings.engine.own_options
-  length = options.get('max_length', settings.batch.max_length)
-  dtype = settings.model.dtype
-  weights_dtype = settings.transport.options.dtype
-  weights_format = settings.engine.weights_format
-  if weights_format is None:
-    weights_dtype = options.get('weights_dtype') or weights_dtype
-  devices = 1
-  if kind == 'vllm':
-    dtype = options.get('dtype', dtype)
-    weights_dtype, devices = dtype, settings.engine.num_devices
-  slots = settings.rollout.max_num_seqs
-  own_process = settings.cluster.ray
-  buckets = tuple(options.get('prompt_buckets') or model_runner.default_buckets(length))
-  return PlannedEngine(
-    kind,
-    devices,
-    slots,
-    length,
-    weights_dtype,
-    dtype,
-    own_process,
-    buckets,
-    weights_format,
-  )
-
-
-def engine_model(run: PlannedRun, engine: PlannedEngine) -> TransformerLM:
+def engine_model(run: PlannedRun) -> TransformerLM:
   """Returns the model as the engine has it: without adapters and value head."""
-  engine_settings = run.settings.engine
+  engine = run.settings.engine
   return TransformerLM(
     run.shape.replace(value_head=False),
-    dtype=engine.dtype,
+    dtype=run.engine_dtype,
     kernels=run.settings.kernels,
-    exact=engine_settings.exact,
-    router_replay=engine_settings.router_replay,
+    exact=engine.exact,
+    router_replay=engine.router_replay,
   )
+
+
+def engine_cache(run: PlannedRun, model: TransformerLM) -> dict[str, Any]:
+  """Returns the shapes of the cache of an engine, which has this model."""
+  slots, length = run.settings.rollout.max_num_seqs, run.settings.batch.max_length
+  return jax.eval_shape(lambda: model.init_cache(slots, length))
 
 
 def compile_decode(
-  run: PlannedRun, engine: PlannedEngine, target: Target, devices: Sequence[Any]
+  run: PlannedRun, target: Target, devices: Sequence[Any]
 ) -> CompiledProgram:
   """Compiles the decode step, or extrapolates it for a deep model.
 
   Args:
     run: The run.
-    engine: Its rollout engine.
     target: Machine to compile for.
     devices: Devices of the target.
 
@@ -122,12 +68,11 @@ def compile_decode(
   """
   shape = run.shape
   if shape.num_layers <= MAX_COMPILED_LAYERS:
-    return compiled_program.compile_program(
-      'decode', trace_decode(run, engine, devices), target
-    )
+    traced = trace_decode(run, devices)
+    return compiled_program.compile_program('decode', traced, target)
 
   def compile_with(layers: tuple[int, ...]) -> CompiledProgram:
-    traced = trace_decode(with_layers(run, layers), engine, devices)
+    traced = trace_decode(with_layers(run, layers), devices)
     return compiled_program.compile_program(f'decode of {layers}', traced, target)
 
   kinds = shape.layer_types or ('',) * shape.num_layers
@@ -179,31 +124,29 @@ def extrapolate_layers(
   """
   programs = [one_layer, *(program for _, _, program in more)]
 
-  def extrapolate(value: Callable[[CompiledProgram], float]) -> float:
-    rest = sum(count * (value(program) - value(base)) for count, base, program in more)
-    return value(one_layer) + rest
+  def extrapolate(
+    part: Callable[[CompiledProgram], Any], names: Sequence[str]
+  ) -> dict[str, Any]:
+    """Extrapolates numbers of a part of the programs, by their names."""
+    numbers = {name: getattr(part(one_layer), name) for name in names}
+    for count, base, program in more:
+      for name in names:
+        numbers[name] += count * (
+          getattr(part(program), name) - getattr(part(base), name)
+        )
+    return numbers
 
-  def of_kind(kind: str, name: str) -> float:
-    none = Collective()
-    return extrapolate(
-      lambda program: getattr(program.collectives.get(kind, none), name)
-    )
+  def find_collective(kind: str) -> Callable[[CompiledProgram], Collective]:
+    return lambda program: program.collectives.get(kind, Collective())
 
-  names = 'flops', 'arguments', 'outputs', 'bytes_accessed'
-  numbers: dict[str, Any] = {
-    name: extrapolate(lambda program, name=name: getattr(program, name))
-    for name in names
-  }
+  kinds = dict.fromkeys(kind for program in programs for kind in program.collectives)
+  fields = [field.name for field in dataclasses.fields(Collective)]
   collectives = {
-    kind: Collective(
-      int(of_kind(kind, 'count')),
-      of_kind(kind, 'bytes'),
-      of_kind(kind, 'inter_node_bytes'),
-    )
-    for kind in dict.fromkeys(
-      kind for program in programs for kind in program.collectives
-    )
+    kind: Collective(**extrapolate(find_collective(kind), fields)) for kind in kinds
   }
+  numbers = extrapolate(
+    lambda program: program, ('flops', 'arguments', 'outputs', 'bytes_accessed')
+  )
   largest = max(programs[1:], key=lambda program: program.temporaries)
   return dataclasses.replace(
     largest,
@@ -214,14 +157,13 @@ def extrapolate_layers(
   )
 
 
-def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any]) -> Any:
+def trace_decode(run: PlannedRun, devices: Sequence[Any]) -> Any:
   """Traces `TransformerLM.decode` for every slot of the engine, with a full cache.
 
   Weights and cache are split over the engine's devices by heads.
 
   Args:
     run: The run.
-    engine: Its rollout engine.
     devices: Devices of the target.
 
   Returns:
@@ -230,18 +172,17 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
   Raises:
     ConfigError: If there are fewer devices than the engine needs.
   """
+  engine = run.settings.engine
   if engine.num_devices > len(devices):
     raise ConfigError(
       f'--config.rollout.engine={run.settings.text("rollout.engine")}: needs '
       f'{engine.num_devices} devices; the topology has {len(devices)}'
     )
-  mesh = make_mesh(
-    MeshOptions(data=1, tensor=engine.num_devices),
-    devices=devices[: engine.num_devices],
-  )
-  model = on_mesh(engine_model(run, engine), mesh)
+  options = MeshOptions(data=1, tensor=engine.num_devices)
+  mesh = make_mesh(options, devices=devices[: engine.num_devices])
+  model = on_mesh(engine_model(run), mesh)
   shape = model.config
-  params = served_params(dataclasses.replace(run, shape=shape), engine.weights_dtype)
+  params = served_params(dataclasses.replace(run, shape=shape), run.weights_dtype)
   replicated = sharding.replicated(mesh)
   layouts = sharding.params_sharding(mesh, model.logical_axes(), params)
   stacks = jax.tree.map(
@@ -254,15 +195,14 @@ def trace_decode(run: PlannedRun, engine: PlannedEngine, devices: Sequence[Any])
     params = encoded_shapes(params, engine.weights_format)
     layouts = jax.tree.map(lambda _: replicated, params)
   params = _with_layouts(params, layouts)
-  cache = jax.eval_shape(
-    lambda: model.init_cache(engine.max_num_seqs, engine.max_length)
-  )
+  cache = engine_cache(run, model)
   split = 'tensor' if engine.num_devices > 1 else None
   for name, rows in cache.items():
     names = caches.axes(cache, name)
     heads = NamedSharding(mesh, P(*(split if n == 'kv_heads' else None for n in names)))
     cache[name] = _with_layouts(rows, jax.tree.map(lambda _, s=heads: s, rows))
-  slots = jax.ShapeDtypeStruct((engine.max_num_seqs,), jnp.int32, sharding=replicated)
+  num_slots = run.settings.rollout.max_num_seqs
+  slots = jax.ShapeDtypeStruct((num_slots,), jnp.int32, sharding=replicated)
   limit = jax.ShapeDtypeStruct((), jnp.int32, sharding=replicated)
   step = jax.jit(model.decode, donate_argnums=1)
   return step.trace(params, cache, slots, slots, limit)

@@ -28,14 +28,9 @@ class HloInstruction:
   type: str
   op: str
   operands: tuple[str, ...]
-  operand_text: str  # the parentheses' contents
+  operand_text: str
   attributes: str
   root: bool
-
-  def called_computation(self, key: str) -> str | None:
-    """Returns the computation that an attribute names, None if it is absent."""
-    match = re.search(rf'\b{key}=%?([\w.\-]+)', self.attributes)
-    return match and match[1]
 
 
 Computation = dict[str, HloInstruction]
@@ -54,6 +49,11 @@ class HloModule:
   computations: dict[str, Computation]
   entry: str
   default_trip_count: int = 1
+
+  def called(self, instruction: HloInstruction, key: str = 'calls') -> Computation:
+    """Returns the computation that an attribute names; {} if it is absent."""
+    match = re.search(rf'\b{key}=%?([\w.\-]+)', instruction.attributes)
+    return self.computations.get(match[1], {}) if match else {}
 
 
 def parse_hlo(text: str) -> HloModule:
@@ -147,8 +147,7 @@ def trip_count(
   match = re.search(r'known_trip_count":\{"n":"(\d+)"', loop.attributes)
   if match:
     return int(match[1])
-  condition = module.computations[loop.called_computation('condition') or '']
-  body = module.computations[loop.called_computation('body') or '']
+  condition, body = (module.called(loop, key) for key in ('condition', 'body'))
   test = root_instruction(condition)
   if test.op != 'compare' or 'direction=LT' not in test.attributes:
     return module.default_trip_count

@@ -10,20 +10,12 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from jaxrl.models import lora
 from jaxrl.models.remat import RematPolicy
 from jaxrl.options import ConfigError
 from launch.learner import learner_factory
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec
-from launch.planning import (
-  compiled_program,
-  cost,
-  engine_decode,
-  planned_run,
-  publish_memory,
-)
+from launch.planning import compiled_program, cost, planned_run
 from launch.planning.cost import RunCost
-from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
 from launch.planning.rough_memory import PhasePlan, Room
 from launch.planning.targets import Target
@@ -31,6 +23,7 @@ from launch.settings.resolve import override_settings
 
 CHOSEN_SHARE = 0.75  # of the memory that a choice may fill, while others are left
 MAX_COMPILES = 4
+PHASES = {'train': 'the update', 'prepare': 'scoring', 'publish': 'publishing'}
 
 
 def choose(
@@ -73,11 +66,11 @@ class _Found:
 
 
 def _measured(plan: PhasePlan, option: MemoryChoice, room: Room) -> _Found:
-  memory = measure(plan, option)
-  needed = sum(memory.parts.values()) + room.held
-  text = f'{option.text}: {needed / 1e9:,.3g} GB in {memory.phase}, of {room}'
+  parts, phase = measure(plan, option)
+  needed = sum(parts.values()) + room.held
+  text = f'{option.text}: {needed / 1e9:,.3g} GB in {phase}, of {room}'
   choice = option if needed > room.limit else dataclasses.replace(option, text=text)
-  return _Found(choice, needed, memory.phase, memory.parts['temporaries'])
+  return _Found(choice, needed, phase, parts['temporaries'])
 
 
 def _search(plan: PhasePlan, room: Room) -> _Found:
@@ -101,7 +94,7 @@ def _search(plan: PhasePlan, room: Room) -> _Found:
 
 
 def choose_for_target(
-  run: PlannedRun, target: Target, devices: Sequence[Any], engine: PlannedEngine
+  run: PlannedRun, target: Target, devices: Sequence[Any]
 ) -> tuple[PlannedRun, RunCost]:
   """Chooses for a machine that need not be here, by compiling the main phase for it.
 
@@ -109,7 +102,6 @@ def choose_for_target(
     run: The run.
     target: Machine to plan for.
     devices: Devices of the target.
-    engine: The run's rollout engine.
 
   Returns:
     The run with what was chosen in its settings, and its cost. If nothing fits, they
@@ -127,54 +119,35 @@ def choose_for_target(
   for option in options:
     settings = learner_factory.with_choice(run.settings, option)
     chosen = dataclasses.replace(run, settings=settings)
-    run_cost = cost.estimate_cost(chosen, target, devices, engine=engine)
+    run_cost = cost.estimate_cost(chosen, target, devices)
     share = 1.0 if option is options[-1] else CHOSEN_SHARE
     if run_cost.fits and run_cost.total <= share * run_cost.limit:
       break
   return chosen, run_cost
 
 
-@dataclasses.dataclass(frozen=True)
-class PhaseMemory:
-  """Holds the memory of the program that needs the most.
-
-  Attributes:
-    parts: Bytes of the fullest device, by part.
-    phase: What runs then, for people.
-  """
-
-  parts: Mapping[str, float]
-  phase: str
-
-
-def measure(plan: PhasePlan, choice: MemoryChoice) -> PhaseMemory:
+def measure(plan: PhasePlan, choice: MemoryChoice) -> tuple[Mapping[str, float], str]:
   """Compiles a phase's programs for the longest rows and adds up their memory.
 
   Args:
     plan: The phase.
     choice: How it divides its batches, and what it recomputes.
+
+  Returns:
+    Bytes of the fullest device by part, and what runs when they are most, for people.
   """
   run = PlannedRun(plan.settings, plan.shape, plan.settings.model.checkpoint)
   learner = planned_run.make_learner(run, plan.mesh, plan.phase, choice)
-  resident = cost.resident_memory(run, learner, engine_decode.plan_engine(run))
-  if plan.phase.name == 'sft':  # the next phase may begin with the parameters as loaded
-    resident['parameters as loaded'] = resident['parameters']
-  trained = lora.trainable_params(learner.model.config, learner.params)
-  gradients = compiled_program.bytes_per_device(trained)
   shape, executables = learner.compile(plan.length)
-  names = {'train': 'the update', 'prepare': 'scoring'}
-  phases = {}
-  for name, executable in executables.items():
-    program = compiled_program.read_memory(name, executable)
-    phases[names[name]] = memory = cost.program_memory(resident, program, gradients)
-    if name == 'train':
-      for part in ('gradients', 'temporaries'):
-        memory[part] *= shape.num_parallel
-  if plan.plays:
-    published = publish_memory.publishing_memory(run, learner, None)
-    phases['publishing'] = {**resident, **published}
+  programs = {
+    name: compiled_program.read_memory(name, executable)
+    for name, executable in executables.items()
+  }
+  phases = cost.phase_memory(
+    run, learner, programs, shape.num_parallel, warm_start=plan.phase.name == 'sft'
+  )
   phase = max(phases, key=lambda name: sum(phases[name].values()))
-  return PhaseMemory(phases[phase], phase)
+  return phases[phase], PHASES[phase]
 
 
 def _advice(plan: PhasePlan, room: Room) -> str:

@@ -10,7 +10,7 @@ import dataclasses
 import json
 import logging
 import pathlib
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 from jax.sharding import Mesh
@@ -22,7 +22,7 @@ from launch.learner.learner_factory import (
   MemoryChoice,
   PhaseSpec,
 )
-from launch.logging.workdir import write_atomically
+from launch.logging.workdir import read_json, write_atomically
 from launch.planning import rough_memory
 from launch.planning.rough_memory import PhasePlan, Room
 from launch.settings.run_settings import RunSettings
@@ -69,10 +69,7 @@ def make_fitting_learners(
       from launch.planning import memory_choice
 
       choice = memory_choice.choose(plan, room, before)
-    if before and (choice.num_micro_batches, choice.remat) != (
-      before.num_micro_batches,
-      before.remat,
-    ):
+    if before and _describe_choice(choice) != _describe_choice(before):
       log.warning(
         'before it was stopped, the run had %s, which does not fit any more: from here '
         'on its numbers are rounded differently',
@@ -98,7 +95,7 @@ def choose_roughly(
     before: What the run chose before it was stopped, in place of the first candidate.
   """
   choice = before or next(plan.candidates())
-  needed = rough_memory.estimate(plan, choice, num_params) + room.held
+  needed = plan.estimate(choice, num_params) + room.held
   if needed > SAFE_SHARE * room.limit:
     return None
   text = f'{choice.text}: less than {needed / 1e9:,.2g} GB of {room}'
@@ -115,14 +112,8 @@ def read_choice(workdir: pathlib.Path, plan: PhasePlan) -> MemoryChoice | None:
   Returns:
     The choice; None if there is none that the phase's settings still allow.
   """
-  try:
-    kept = json.loads((workdir / CHOICES).read_text(encoding='utf-8'))
-    known = kept[plan.phase.name]['num_micro_batches'], kept[plan.phase.name]['remat']
-  except (OSError, ValueError, KeyError, TypeError):
-    return None
-  return next(
-    (c for c in plan.candidates() if (c.num_micro_batches, str(c.remat)) == known), None
-  )
+  kept = _read_choices(workdir).get(plan.phase.name)
+  return next((c for c in plan.candidates() if _describe_choice(c) == kept), None)
 
 
 def keep_choice(workdir: pathlib.Path, phase: str, choice: MemoryChoice) -> None:
@@ -133,13 +124,14 @@ def keep_choice(workdir: pathlib.Path, phase: str, choice: MemoryChoice) -> None
     phase: Name of the phase.
     choice: What it has chosen.
   """
-  file = workdir / CHOICES
-  try:
-    kept = json.loads(file.read_text(encoding='utf-8'))
-  except (OSError, ValueError):
-    kept = {}
-  kept[phase] = {
-    'num_micro_batches': choice.num_micro_batches,
-    'remat': str(choice.remat),
-  }
-  write_atomically(file, json.dumps(kept, indent=2) + '\n')
+  kept = _read_choices(workdir) | {phase: _describe_choice(choice)}
+  write_atomically(workdir / CHOICES, json.dumps(kept, indent=2) + '\n')
+
+
+def _read_choices(workdir: pathlib.Path) -> dict[str, Any]:
+  kept = read_json(workdir / CHOICES)
+  return kept if isinstance(kept, dict) else {}
+
+
+def _describe_choice(choice: MemoryChoice) -> dict[str, Any]:
+  return {'num_micro_batches': choice.num_micro_batches, 'remat': str(choice.remat)}

@@ -18,9 +18,10 @@ from launch.planning import (
 )
 from launch.planning.compiled_program import CompiledProgram
 from launch.planning.cost import PublishEstimate, RunCost, StepEstimate
-from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
 from launch.planning.targets import Target
+
+BATCH = ('rows', 'length', 'micro_rows')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +32,6 @@ class PlanReport:
     name: Name of the config file.
     target: The machine.
     run: The run.
-    engine: Its rollout engine.
     cost: Memory and programs of the learner.
     step: Time of a step.
     decode: The compiled decode step, None if there is none.
@@ -45,7 +45,6 @@ class PlanReport:
   name: str
   target: Target
   run: PlannedRun
-  engine: PlannedEngine
   cost: RunCost
   step: StepEstimate
   decode: CompiledProgram | None
@@ -55,12 +54,13 @@ class PlanReport:
   suggestion: suggestions.Suggestion | None
   kernels: tuple[str, ...]
 
+  @property
+  def all_programs(self) -> dict[str, CompiledProgram]:
+    """The programs of the learner, and the decode step."""
+    return self.cost.programs | ({'decode': self.decode} if self.decode else {})
+
   def to_json(self) -> dict[str, Any]:
     """Returns the report as plain data for JSON."""
-    programs = {
-      **self.cost.programs,
-      **({'decode': self.decode} if self.decode else {}),
-    }
     least, most = self.step.step
     return {
       'config': self.name,
@@ -68,15 +68,12 @@ class PlanReport:
       'chip': dataclasses.asdict(self.target.chip),
       'model': dataclasses.asdict(self.run.shape),
       'mesh': self.cost.mesh,
-      'batch': {'rows': self.cost.rows, 'length': self.cost.length}
-      | {'micro_rows': self.cost.micro_rows},
+      'batch': {name: getattr(self.cost, name) for name in BATCH},
       'memory': self.cost.memory
-      | {'total': self.cost.total, 'limit': self.cost.limit, 'phase': self.cost.phase},
+      | {name: getattr(self.cost, name) for name in ('total', 'limit', 'phase')},
       'fits': self.cost.fits,
       'change': self.suggestion and dataclasses.asdict(self.suggestion),
-      'programs': {
-        name: dataclasses.asdict(program) for name, program in programs.items()
-      },
+      'programs': {n: dataclasses.asdict(p) for n, p in self.all_programs.items()},
       'runs': self.step.runs,
       'step': {'least': least, 'most': most, 'learn': self.step.learn},
       'tokens_per_second': {'least': self.step.tokens / most}
@@ -107,31 +104,26 @@ def make_report(
   """
   kernel_log = _KernelLogCapture()
   with kernel_log:
-    engine = engine_decode.plan_engine(run)
-    run, run_cost = memory_choice.choose_for_target(run, target, devices, engine)
+    run, run_cost = memory_choice.choose_for_target(run, target, devices)
     decode, decode_error = None, ''
-    plays = run.algorithm.data_format == 'rollout' and bool(run.settings.env)
-    if plays:
+    if run.plays:
       try:
-        decode = engine_decode.compile_decode(run, engine, target, devices)
+        decode = engine_decode.compile_decode(run, target, devices)
       except ConfigError as error:
         decode_error = str(error)
     suggestion = None
     if not run_cost.fits:
-      suggestion = suggestions.nearest_fitting_change(
-        run, target, devices, engine=engine, cost=run_cost
-      )
+      suggestion = suggestions.nearest_fitting_change(run, target, devices, run_cost)
   return PlanReport(
     name=name,
     target=target,
     run=run,
-    engine=engine,
     cost=run_cost,
-    step=cost.estimate_step(run, run_cost, target, engine, decode),
+    step=cost.estimate_step(run, run_cost, target, decode),
     decode=decode,
     decode_error=decode_error,
-    publish=cost.estimate_publish(run, target, engine),
-    programs=cost.count_programs(run, run_cost, engine, plays),
+    publish=cost.estimate_publish(run, target),
+    programs=cost.count_programs(run, run_cost),
     suggestion=suggestion,
     kernels=tuple(dict.fromkeys(kernel_log.lines)),
   )
@@ -167,11 +159,8 @@ def list_assumptions(report: PlanReport) -> list[str]:
   lines = [
     f'{stated} rates a device: {chip.flops / 1e12:,.3g} TFLOP/s bf16, memory '
     f'{chip.memory_rate / 1e9:,.4g} GB/s, links {chip.link / 1e9:,.4g} GB/s'
-    + (
-      f' ({chip.inter_node_link / 1e9:,.4g} between nodes)'
-      if chip.inter_node_link
-      else ''
-    ),
+    + f' ({chip.inter_node_link / 1e9:,.4g} between nodes)'
+    * (chip.inter_node_link > 0),
     'least: products, memory and links wholly at once; most: one after the other; '
     'nothing reaches its stated rate quite',
     f'every row is {run_cost.length} tokens long, the longest that is allowed',
@@ -190,23 +179,24 @@ def list_assumptions(report: PlanReport) -> list[str]:
       'before, count as one'
     )
   if report.decode is not None:
-    count = cost.num_engines(run)
+    count, slots = run.num_engines, run.settings.rollout.max_num_seqs
     lines.append(
-      f'{count} engine{"s" if count > 1 else ""} of {report.engine.max_num_seqs} '
-      f'slots, all busy, each response {cost.max_response_tokens(run)} tokens, no '
-      'prefill; attention over a full cache'
+      f'{count} engine{"s" if count > 1 else ""} of {slots} slots, all busy, each '
+      f'response {run.max_response_tokens} tokens, no prefill; attention over a full '
+      'cache'
     )
     if run.shape.num_layers > engine_decode.MAX_COMPILED_LAYERS:
       lines.append('decode: compiled with one layer and with two, and extended')
-    if report.engine.kind != 'jax':
-      name = 'vLLM' if report.engine.kind == 'vllm' else report.engine.kind
+    kind = run.settings.engine.kind
+    if kind != 'jax':
+      name = 'vLLM' if kind == 'vllm' else kind
       lines.append(
         f"decode is JaxEngine's own step, in the place of {name}'s, all of an engine's "
         'devices sharing its heads'
       )
   if run.source == planned_run.RANDOM and not run.settings.teacher.folders:
     lines.append('vocabulary as configured; one trained on few texts may stay smaller')
-  if run.algorithm.data_format != 'rollout':
+  if run.settings.algorithm.data_format != 'rollout':
     lines.append('rows of a batch as its number of groups has it; files may bring more')
   return lines
 
@@ -222,7 +212,7 @@ def _memory_sharing(report: PlanReport) -> list[str]:
       f'{budget.limit / memory:.3g}{why}'
     )
   if budget.engine:
-    parts = cost.engine_memory(run, report.engine, 'gpu')
+    parts = cost.engine_memory(run, 'gpu')
     sizes = ' and '.join(f'{n / 1e9:,.3g} GB of {name}' for name, n in parts.items())
     lines.append(
       f'an engine has {budget.engine / 1e9:,.4g} GB of the same device; '

@@ -8,8 +8,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from launch.planning import cost
-from launch.planning.compiled_program import CompiledProgram, TimeEstimate
+from launch.learner.learner_factory import mesh_text
+from launch.planning.compiled_program import TimeEstimate
 from launch.planning.plan_report import PlanReport, list_assumptions
 from launch.planning.sweep import MeshSweep
 
@@ -52,15 +52,10 @@ def print_report(report: PlanReport, console: Console) -> None:
   console.print(_memory_table(report))
   console.print(_verdict(report))
   console.print(_program_table(report))
-  if any(one.collectives for one in _all_programs(report).values()):
+  if any(one.collectives for one in report.all_programs.values()):
     console.print(_collective_table(report))
   console.print(_step_facts(report))
   console.print(_notes('assumed', list_assumptions(report)))
-
-
-def _all_programs(report: PlanReport) -> dict[str, CompiledProgram]:
-  decode = {'decode': report.decode} if report.decode else {}
-  return report.cost.programs | decode
 
 
 def _new_table(title: str, *columns: str) -> Table:
@@ -86,7 +81,7 @@ def _header(report: PlanReport) -> Any:
   shape = run.shape
   experts = f', {shape.num_experts} experts' if getattr(shape, 'num_experts', 0) else ''
   title = Text(f'{report.name} on {report.target.name}', style='bold')
-  count = sum(one.compile_seconds for one in _all_programs(report).values())
+  count = sum(one.compile_seconds for one in report.all_programs.values())
   rows = [
     (
       'model',
@@ -95,8 +90,7 @@ def _header(report: PlanReport) -> Any:
     ),
     (
       'devices',
-      f'{report.target.size} × {report.target.chip.kind} '
-      f'({cost.mesh_text(run_cost.mesh)})',
+      f'{report.target.size} × {report.target.chip.kind} ({mesh_text(run_cost.mesh)})',
     ),
     (
       'batch',
@@ -167,11 +161,9 @@ def _verdict(report: PlanReport) -> Any:
 def _program_table(report: PlanReport) -> Table:
   columns = 'program', 'runs', 'FLOP', 'bytes a device', 'products', 'memory', 'links'
   table = _new_table('Programs', *columns)
-  for name, program in _all_programs(report).items():
-    runs = report.step.runs.get(name, 1)
-    time = report.step.times.get(name, report.step.rollout or TimeEstimate(0, 0, 0)) * (
-      1 / runs
-    )
+  for name, program in report.all_programs.items():
+    runs, all_runs = report.step.runs.get(name, 1), report.step.times.get(name)
+    time = (all_runs or report.step.rollout or TimeEstimate(0, 0, 0)) * (1 / runs)
     traffic = '?', format_seconds(time.compute), '?', '?'
     if not program.too_large:
       times = map(format_seconds, (time.compute, time.memory, time.links))
@@ -184,7 +176,7 @@ def _collective_table(report: PlanReport) -> Table:
   table = _new_table(
     'Collectives in one run', 'program', 'kind', 'count', 'bytes a device sends'
   )
-  for name, program in _all_programs(report).items():
+  for name, program in report.all_programs.items():
     for kind, collective in sorted(program.collectives.items()):
       table.add_row(name, kind, f'{collective.count:,}', format_bytes(collective.bytes))
   table.columns[1].justify = 'left'
@@ -241,7 +233,7 @@ def print_sweep(mesh_sweep: MeshSweep, console: Console) -> None:
     refused = any(p.too_large for p in entry.cost.programs.values())
     time = '?' if refused else f'{format_seconds(least)} to {format_seconds(most)}'
     table.add_row(
-      cost.mesh_text(entry.mesh),
+      mesh_text(entry.mesh),
       fits,
       format_bytes(entry.cost.total),
       str(entry.cost.rows),

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -19,15 +19,17 @@ from jaxrl.models.families import known_configs
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError, error_prefix
+from jaxrl.rollout.engine import model_runner
 from jaxrl.run_options import TeacherOptions
 from jaxrl.training import batch_fields
 from jaxrl.training.learner import Learner
-from jaxrl.types import Algorithm, Params
+from jaxrl.types import Params
 from kernels.block_rounding import BlockFormat
 from launch.learner import learner_factory, teacher_set
 from launch.learner.learner_factory import MemoryChoice, PhaseSpec, make_run_mesh
 from launch.planning import device_budget
 from launch.settings.engine_settings import check_model
+from launch.settings.resolve import override_settings
 from launch.settings.run_settings import RunSettings
 from launch.settings.validation import validate_consistency, validate_teachers
 
@@ -37,6 +39,8 @@ RANDOM = 'config.model.random'
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
   """Describes the part of a run that does not depend on the machine.
+
+  Its engine is the one that the config names, whether or not it is installed here.
 
   Attributes:
     settings: Settings of the run.
@@ -49,11 +53,6 @@ class PlannedRun:
   source: str
 
   @property
-  def algorithm(self) -> Algorithm:
-    """The algorithm of the run."""
-    return self.settings.algorithm
-
-  @property
   def num_rows(self) -> int:
     """Number of rows of a usual batch.
 
@@ -61,9 +60,9 @@ class PlannedRun:
     the run learns from pairs.
     """
     groups = self.settings.batch.num_groups
-    if self.algorithm.data_format == 'rollout':
-      return groups * requirements.rows_per_group(self.algorithm)
-    return groups * (2 if self.algorithm.batch_unit == 'pair' else 1)
+    if self.settings.plays:
+      return groups * requirements.rows_per_group(self.settings.algorithm)
+    return groups * (2 if self.settings.algorithm.batch_unit == 'pair' else 1)
 
   @property
   def buckets(self) -> tuple[int, ...]:
@@ -76,9 +75,48 @@ class PlannedRun:
     return self.settings.model.trained_shape(self.shape)
 
   @property
-  def publishes_weights(self) -> bool:
-    """Whether every step may publish a version of the weights to the engines."""
-    return self.algorithm.data_format == 'rollout'
+  def plays(self) -> bool:
+    """Whether the run generates rollouts."""
+    return self.settings.plays and bool(self.settings.env)
+
+  @property
+  def engine_dtype(self) -> str:
+    """Dtype of the engine's products and cache."""
+    engine, dtype = self.settings.engine, self.settings.model.dtype
+    return engine.options['dtype'] if engine.kind == 'vllm' else dtype
+
+  @property
+  def weights_dtype(self) -> str | None:
+    """Dtype of the engine's weights; None leaves each as it is published."""
+    engine = self.settings.engine
+    if engine.kind == 'vllm':
+      return self.engine_dtype
+    own = engine.own_options.get('weights_dtype') if not engine.weights_format else ''
+    return own or self.settings.transport.options.dtype
+
+  @property
+  def prompt_buckets(self) -> tuple[int, ...]:
+    """Prompt lengths that `JaxEngine` compiles for."""
+    buckets = self.settings.engine.own_options.get('prompt_buckets')
+    length = self.settings.batch.max_length
+    return tuple(buckets or model_runner.default_buckets(length))
+
+  @property
+  def num_engines(self) -> int:
+    """Number of rollout engines."""
+    return max(1, self.settings.cluster.num_engines)
+
+  @property
+  def max_response_tokens(self) -> int:
+    """The largest number of tokens that a response may have."""
+    settings = self.settings
+    limits = [settings.response_limit(tag) for tag in settings.training_tags]
+    return min([settings.batch.max_length - 1, *limits])
+
+  def with_overrides(self, overrides: Mapping[str, Any]) -> 'PlannedRun':
+    """Returns the run with some keys of its config changed."""
+    settings = override_settings(self.settings, overrides)
+    return dataclasses.replace(self, settings=settings)
 
   def policy(self, shape: ModelConfig | None = None) -> LoadedModel:
     """Returns the policy made of shapes alone, without a tokenizer."""
@@ -108,7 +146,7 @@ def read_run(settings: RunSettings) -> PlannedRun:
   shape = shape.replace(value_head=settings.algorithm.value_loss is not None)
   run = PlannedRun(settings, shape, source)
   _ = run.trained_shape  # raises for adapters that cannot be
-  if run.publishes_weights:
+  if settings.plays:
     check_model(settings, shape)
   return run
 
@@ -208,7 +246,7 @@ def teacher_shapes(teacher: TeacherOptions) -> dict[str, ModelConfig]:
 
 def _teachers(run: PlannedRun) -> teacher_set.TeacherSet | None:
   """Returns the teachers; their vocabularies are cut to the student's."""
-  if not batch_fields.asks_other_models(run.algorithm):
+  if not batch_fields.asks_other_models(run.settings.algorithm):
     return None
   policies, size = {}, run.shape.vocab_size
   for folder, shape in teacher_shapes(run.settings.teacher).items():

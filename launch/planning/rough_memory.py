@@ -125,7 +125,10 @@ class PhasePlan:
     for group in (efficient, small):
       for policy in policies:
         for count in group:
-          yield self._described(count, policy)
+          text = f'{count} micro-batch{"es" if count > 1 else ""}, remat {policy}'
+          if batch.packing_plan is not None:  # whose plan decides how many
+            text = f'remat {policy}'
+          yield MemoryChoice(count, policy, text)
 
   @property
   def _fastest_remat(self) -> ComponentCall:
@@ -139,12 +142,6 @@ class PhasePlan:
     scans = self.platform == 'cpu' and is_deep and not self.shape.has_linear_attention
     return PRODUCTS if scans else NONE
 
-  def _described(self, count: int, policy: ComponentCall) -> MemoryChoice:
-    text = f'{count} micro-batch{"es" if count > 1 else ""}, remat {policy}'
-    if self.settings.batch.packing_plan is not None:  # whose plan decides how many
-      text = f'remat {policy}'
-    return MemoryChoice(count, policy, text)
-
   def _counts(self) -> list[int]:
     """Lists numbers of micro-batches, each with fewer rows than the one before."""
     counts = [1]
@@ -153,60 +150,51 @@ class PhasePlan:
         counts.append(2 * counts[-1])
     return counts
 
+  def estimate(self, choice: MemoryChoice, num_params: float) -> float:
+    """Estimates the bytes that the phase needs from sizes alone, rather too high.
 
-def estimate(plan: PhasePlan, choice: MemoryChoice, num_params: float) -> float:
-  """Estimates the bytes that a phase needs from sizes alone, rather too high.
+    Args:
+      choice: How it divides its batches.
+      num_params: Number of the model's parameters.
+    """
+    shape, settings, mesh = self.shape, self.settings, self.mesh
+    # Learner, gradients, two moments, a reference, as loaded, and for an engine what it
+    # serves, what it will, and what that is made of.
+    copies = 5 + (3 if self.plays else 0)
+    copies += 'ref_logprobs' in requirements.needs(settings.algorithm)
+    shards = mesh.size // mesh.shape.get('data', 1) // mesh.shape.get('context', 1)
+    tokens = self.rows(choice.num_micro_batches) * self.length
+    tokens /= sharding.num_row_shards(mesh)
+    if (packing := settings.batch.packing_plan) is not None:
+      tokens = max(1, packing.num_parallel or 2) * max(packing.tokens, self.length)
+    layers = 4 * shape.num_layers * tokens * KEPT_WIDTHS * self._layer_width()
+    logits = 8 * 4 * min(tokens * shape.vocab_size, MOST_LOGITS)
+    if self.platform in ('gpu', 'cuda'):
+      logits = self._gpu_logits(tokens * shape.vocab_size)
+    cache = 0.0
+    if self.plays and not settings.cluster.ray:
+      slots = settings.rollout.max_num_seqs * settings.batch.max_length
+      cache = 4.0 * slots * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
+    return 4 * num_params * copies / shards + layers + logits + cache
 
-  Args:
-    plan: The phase.
-    choice: How it divides its batches.
-    num_params: Number of the model's parameters.
-  """
-  shape, settings, mesh = plan.shape, plan.settings, plan.mesh
-  # Learner, gradients, two moments, a reference, as loaded, and for an engine what it
-  # serves, what it will, and what that is made of.
-  copies = 5 + (3 if plan.plays else 0)
-  copies += 'ref_logprobs' in requirements.needs(settings.algorithm)
-  shards = mesh.size // mesh.shape.get('data', 1) // mesh.shape.get('context', 1)
-  tokens = plan.rows(choice.num_micro_batches) * plan.length
-  tokens /= sharding.num_row_shards(mesh)
-  if (packing := settings.batch.packing_plan) is not None:
-    tokens = max(1, packing.num_parallel or 2) * max(packing.tokens, plan.length)
-  width = KEPT_WIDTHS * _layer_width(shape, plan.length)
-  layers = 4 * shape.num_layers * tokens * width
-  logits = 8 * 4 * min(tokens * shape.vocab_size, MOST_LOGITS)
-  if plan.platform in ('gpu', 'cuda'):
-    logits = _gpu_logits(plan, tokens * shape.vocab_size)
-  cache = 0.0
-  if plan.plays and not settings.cluster.ray:
-    slots = settings.rollout.max_num_seqs * settings.batch.max_length
-    cache = 4.0 * slots * shape.num_layers * 2 * shape.num_kv_heads * shape.head_dim
-  return 4 * num_params * copies / shards + layers + logits + cache
+  def _gpu_logits(self, logits: float) -> float:
+    """Returns the bytes of a softmax that is kept or formed again, and of its tiles."""
+    from kernels.kept_softmax import TILE_LOGITS  # as below, for GPUs alone
+    from launch.planning import device_budget
 
+    budget = device_budget.kept_bytes(self.settings, self.mesh)
+    budget = KEPT_BYTES if budget is None else budget
+    itemsize = 4 if self.settings.model.dtype == 'float32' else 2
+    kept = min(itemsize * logits, max(budget, itemsize * TILE_LOGITS))
+    return kept + 2 * 4 * min(logits, TILE_LOGITS)
 
-def _gpu_logits(plan: PhasePlan, logits: float) -> float:
-  """Returns the bytes of a softmax that is kept or formed again, and of its tiles.
-
-  Args:
-    plan: The phase.
-    logits: Number of a device's logits.
-  """
-  from kernels.kept_softmax import TILE_LOGITS  # as below, for GPUs alone
-  from launch.planning import device_budget
-
-  budget = device_budget.kept_bytes(plan.settings, plan.mesh)
-  budget = KEPT_BYTES if budget is None else budget
-  itemsize = 4 if plan.settings.model.dtype == 'float32' else 2
-  kept = min(itemsize * logits, max(budget, itemsize * TILE_LOGITS))
-  return kept + 2 * 4 * min(logits, TILE_LOGITS)
-
-
-def _layer_width(shape: ModelConfig, length: int) -> float:
-  """Returns about how many numbers a layer computes of a token."""
-  heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
-  inner = shape.intermediate_size
-  if shape.num_experts:
-    used = shape.moe_intermediate_size * max(1, shape.num_experts_per_token)
-    inner = max(inner, used)
-  scores = shape.num_heads * min(length, 128)
-  return 4 * shape.hidden_size + 2 * heads + 3 * inner + 2 * scores
+  def _layer_width(self) -> float:
+    """Returns about how many numbers a layer computes of a token."""
+    shape = self.shape
+    heads = (shape.num_heads + 2 * shape.num_kv_heads) * shape.head_dim
+    inner = shape.intermediate_size
+    if shape.num_experts:
+      used = shape.moe_intermediate_size * max(1, shape.num_experts_per_token)
+      inner = max(inner, used)
+    scores = shape.num_heads * min(self.length, 128)
+    return 4 * shape.hidden_size + 2 * heads + 3 * inner + 2 * scores

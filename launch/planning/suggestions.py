@@ -11,10 +11,8 @@ from jaxrl.options import ConfigError
 from jaxrl.training.batching import batch_builder, packing_plan
 from launch.planning import cost as costs
 from launch.planning.cost import RunCost
-from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
 from launch.planning.targets import Target
-from launch.settings.resolve import override_settings
 
 MAX_TRIES = 4  # compilations, at most
 FACTORS = (2, 4, 8, 16, 32, 64)  # by which micro-batches may shrink
@@ -44,18 +42,10 @@ class Suggestion:
     )
 
 
-def with_overrides(run: PlannedRun, overrides: Override) -> PlannedRun:
-  """Returns the run with some keys of its config changed."""
-  settings = override_settings(run.settings, overrides)
-  return dataclasses.replace(run, settings=settings)
-
-
 def nearest_fitting_change(
   run: PlannedRun,
   target: Target,
   devices: Sequence[Any],
-  *,
-  engine: PlannedEngine,
   cost: RunCost,
 ) -> Suggestion:
   """Tries changes, those that cost the least time first, until one fits.
@@ -64,7 +54,6 @@ def nearest_fitting_change(
     run: The run.
     target: Machine to plan for.
     devices: Devices of the target.
-    engine: The run's rollout engine.
     cost: Cost of the unchanged run.
 
   Returns:
@@ -75,8 +64,8 @@ def nearest_fitting_change(
     if num_tried == MAX_TRIES:
       break
     try:
-      changed = with_overrides(run, overrides)
-      changed_cost = costs.estimate_cost(changed, target, devices, engine=engine)
+      changed = run.with_overrides(overrides)
+      changed_cost = costs.estimate_cost(changed, target, devices)
     except ConfigError:  # a mesh that does not divide this model
       continue
     num_tried, smallest_total = num_tried + 1, min(smallest_total, changed_cost.total)
@@ -109,10 +98,13 @@ def candidate_changes(
   micro = smaller_micro_batches(run, run_cost, one_cpu=one_cpu)
   full = run.settings.model.remat.name == 'full'
   remat: list[Override] = [] if full else [{'model.remat': 'full'}]
-  sharded = meshes_with_more_shards(run_cost.mesh)
+  sharded: list[Override] = []
+  if (data := run_cost.mesh.get('data', 1)) > 1:  # shard what is replicated over it
+    sizes = run_cost.mesh | {'data': 1, 'fsdp': run_cost.mesh['fsdp'] * data}
+    sharded = [{f'mesh.{axis}': size for axis, size in sizes.items()}]
   if resident_bytes < run_cost.limit:
-    if run_cost.num_parallel > 1:
-      yield without_parallel_microbatches(run)
+    if run_cost.num_parallel > 1:  # one after the other
+      yield _repacked(run, num_parallel=1)
     yield from remat
     yield from micro[:1]
     yield from [r | m for r in remat for m in micro[-1:]] or micro[-1:]
@@ -121,10 +113,10 @@ def candidate_changes(
     yield from [mesh_change | r | m for r in remat or [{}] for m in micro[-1:] or [{}]]
 
 
-def without_parallel_microbatches(run: PlannedRun) -> Override:
-  """Returns the override that runs packed micro-batches one after the other."""
+def _repacked(run: PlannedRun, **options: int) -> Override:
+  """Returns the override that changes options of `batch.packing`."""
   text = run.settings.text('batch.packing')
-  return {'batch.packing': str(parse_call(text).with_options(num_parallel=1))}
+  return {'batch.packing': str(parse_call(text).with_options(**options))}
 
 
 def smaller_micro_batches(
@@ -152,7 +144,7 @@ def smaller_micro_batches(
       count = max(1, batch.num_micro_batches) * factor
       overrides.append({'batch.num_micro_batches': count})
       continue
-    unit_size = batch_builder.batch_unit_size(run.algorithm)
+    unit_size = batch_builder.batch_unit_size(run.settings.algorithm)
     max_sequences = packed.sequences and max(unit_size, packed.sequences // factor)
     smaller = dataclasses.replace(
       packed, tokens=packed.tokens // factor, sequences=max_sequences
@@ -165,17 +157,8 @@ def smaller_micro_batches(
       {'sequences': max_sequences} if max_sequences else {}
     )
     options |= {'num_parallel': 1} if one_cpu else {}
-    text = run.settings.text('batch.packing')
-    overrides.append({'batch.packing': str(parse_call(text).with_options(**options))})
+    overrides.append(_repacked(run, **options))
   return overrides
-
-
-def meshes_with_more_shards(mesh: dict[str, int]) -> list[Override]:
-  """Returns the override that shards over fsdp what is replicated over data."""
-  if mesh.get('data', 1) == 1:
-    return []
-  sizes = mesh | {'data': 1, 'fsdp': mesh['fsdp'] * mesh['data']}
-  return [{f'mesh.{axis}': size for axis, size in sizes.items()}]
 
 
 def _hint(target: Target, run_cost: RunCost) -> str:

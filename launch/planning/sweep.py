@@ -1,5 +1,6 @@
 """Ranks the meshes of a machine: compiles the most promising and lists the others."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
@@ -16,12 +17,12 @@ from jaxrl.options import ConfigError
 from jaxrl.training import optimizers
 from jaxrl.training.parallelism import sharding
 from jaxrl.types import Params
-from launch.planning import cost, device_budget, planned_run, suggestions
+from launch.learner.learner_factory import mesh_text
+from launch.planning import cost, device_budget, planned_run
 from launch.planning.compiled_program import bytes_per_device
 from launch.planning.cost import RunCost
-from launch.planning.engine_decode import PlannedEngine
 from launch.planning.planned_run import PlannedRun
-from launch.planning.targets import GPUS_PER_NODE, Chip, Target
+from launch.planning.targets import GPUS_PER_NODE, Target
 
 DEFAULT_MAX_COMPILES = 6  # meshes compiled by default
 AXES = ('data', 'fsdp', 'tensor', 'expert')
@@ -84,7 +85,6 @@ def sweep_meshes(
   target: Target,
   devices: Sequence[Any],
   *,
-  engine: PlannedEngine,
   max_compiles: int = DEFAULT_MAX_COMPILES,
 ) -> MeshSweep:
   """Compiles the configured mesh and the most promising others, and ranks them.
@@ -97,50 +97,41 @@ def sweep_meshes(
     run: The run.
     target: Machine to plan for.
     devices: Devices of the target.
-    engine: The run's rollout engine.
     max_compiles: Number of meshes to compile at most.
 
   Returns:
     The ranked meshes.
   """
-  entries, skipped, waiting, configured = [], {}, [], _configured_mesh(run, devices)
+  entries, skipped, waiting, configured = [], {}, [], {}
+  with contextlib.suppress(ConfigError):  # it need not be possible here
+    configured = dict(planned_run.planned_mesh(run, devices).shape)
   for mesh in candidate_meshes(run, target):
     try:
       waiting.append((estimate_mesh(run, target, mesh), mesh))
     except ConfigError as error:
-      skipped[cost.mesh_text(mesh)] = _reason(error)
+      skipped[mesh_text(mesh)] = _reason(error)
   waiting.sort(key=lambda one: (not one[1].items() <= configured.items(), one[0]))
   state_bound = math.inf
   while waiting and len(entries) < max_compiles:
-    candidate = next(
-      (one for one in waiting if one[0].state_bytes < state_bound), waiting[0]
-    )
+    smaller = (one for one in waiting if one[0].state_bytes < state_bound)
+    heuristic, mesh = candidate = next(smaller, waiting[0])
     waiting.remove(candidate)
-    heuristic, mesh = candidate
-    changed_run = suggestions.with_overrides(
-      run, {f'mesh.{axis}': size for axis, size in mesh.items()}
+    changed_run = run.with_overrides(
+      {f'mesh.{axis}': size for axis, size in mesh.items()}
     )
     try:
-      run_cost = cost.estimate_cost(changed_run, target, devices, engine=engine)
+      run_cost = cost.estimate_cost(changed_run, target, devices)
     except ConfigError as error:
-      skipped[cost.mesh_text(mesh)] = _reason(error)
+      skipped[mesh_text(mesh)] = _reason(error)
       continue
-    step = cost.estimate_step(changed_run, run_cost, target, engine, None)
+    step = cost.estimate_step(changed_run, run_cost, target)
     entries.append(SweepEntry(mesh, run_cost, step.learn))
     if not run_cost.fits:
       state_bound = min(state_bound, heuristic.state_bytes)
   reason = f'not among the {max_compiles} that a simple rule finds best'
-  skipped |= {cost.mesh_text(mesh): reason for _, mesh in waiting}
+  skipped |= {mesh_text(mesh): reason for _, mesh in waiting}
   entries.sort(key=lambda one: (not one.cost.fits, sum(one.learn_seconds)))
   return MeshSweep(tuple(entries), skipped)
-
-
-def _configured_mesh(run: PlannedRun, devices: Sequence[Any]) -> MeshSizes:
-  """Returns the mesh of the config, or an empty one if it is not possible here."""
-  try:
-    return dict(planned_run.planned_mesh(run, devices).shape)
-  except ConfigError:
-    return {}
 
 
 def _reason(error: ConfigError) -> str:
@@ -211,33 +202,30 @@ def estimate_mesh(run: PlannedRun, target: Target, mesh: MeshSizes) -> MeshHeuri
   (rest, experts), (rest_learns, experts_learn) = (
     _counts(tree) for tree in (params, lora.trainable_params(run.trained_shape, params))
   )
-  active_params = rest + experts * _share_used(run, chip)
+  share = 1.0  # of the experts, which compute for a token
+  if shape.num_experts and chip.platform != 'cpu':
+    share = shape.num_experts_per_token / shape.num_experts
+  active_params = rest + experts * share
   compute = 8 * active_params * tokens / target.size / chip.flops
   sharding_bytes = 0.0
   for count, num_trained, split, copies in (
     (rest, rest_learns, 1, data * expert),
     (experts, experts_learn, expert, data),
   ):
-    sharding_bytes += (
-      3 * 2 * count / tensor / split * (1 - 1 / fsdp) * micro
-    )  # gathered
-    sharding_bytes += (
-      2 * 4 * num_trained / tensor / split / fsdp * (1 - 1 / copies)
-    )  # reduced
+    # Gathered, and then reduced.
+    sharding_bytes += 3 * 2 * count / tensor / split * (1 - 1 / fsdp) * micro
+    sharding_bytes += 2 * 4 * num_trained / tensor / split / fsdp * (1 - 1 / copies)
   hidden_bytes = tokens / shares * shape.hidden_size * 2 * shape.num_layers
   activation_bytes = 8 * hidden_bytes * (1 - 1 / tensor)
-  activation_bytes += (
-    4 * hidden_bytes * (expert - 1)
-  )  # there and back, forwards and backwards
+  activation_bytes += 4 * hidden_bytes * (expert - 1)  # to experts and back, twice
   rate = chip.link
   if chip.inter_node_link and target.size > GPUS_PER_NODE:
     rate = chip.inter_node_link
   activation_bytes /= chip.link if tensor * expert <= GPUS_PER_NODE else rate
+  seconds = compute + activation_bytes + sharding_bytes / rate
   state_bytes = state_memory(run, mesh)
   too_much = state_bytes > device_budget.memory_budget(run.settings, target).limit
-  return MeshHeuristic(
-    too_much, compute + activation_bytes + sharding_bytes / rate, state_bytes
-  )
+  return MeshHeuristic(too_much, seconds, state_bytes)
 
 
 def state_memory(run: PlannedRun, mesh: MeshSizes) -> float:
@@ -268,16 +256,8 @@ def state_memory(run: PlannedRun, mesh: MeshSizes) -> float:
   copies = 1 + bytes_per_device(jax.eval_shape(init, trained)) / (
     4 * sum(_counts(trained))
   )
-  copies += 'ref_logprobs' in requirements.needs(run.algorithm)
+  copies += 'ref_logprobs' in requirements.needs(run.settings.algorithm)
   return bytes_per_device(sharded) + copies * bytes_per_device(trained)
-
-
-def _share_used(run: PlannedRun, chip: Chip) -> float:
-  """Returns the fraction of experts that compute for a token, all of them on a CPU."""
-  shape = run.shape
-  if not shape.num_experts or chip.platform == 'cpu':
-    return 1.0
-  return shape.num_experts_per_token / shape.num_experts
 
 
 def _counts(params: Params) -> tuple[int, int]:

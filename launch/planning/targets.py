@@ -206,15 +206,6 @@ def target_devices(text: str) -> list[Any]:
   return list(_devices(parse_target(text)))
 
 
-def _slice_hint(target: Target) -> str:
-  """Returns an explanation of slice shapes to put before the compiler's message."""
-  if target.chip.platform != 'tpu':
-    return ''
-  kind = target.name.partition(':')[0]
-  form = 'x'.join(['4'] * len(target.shape))
-  return f'a slice is of hosts with 2x2 chips, as {kind}:{form} is; the compiler says: '
-
-
 def _assume_cudnn() -> None:
   """Lets JAX trace cuDNN's attention in a process that has no GPU.
 
@@ -272,8 +263,7 @@ def _devices(target: Target) -> tuple[Any, ...]:
     return tuple(cpu_devices[: target.size])
   try:
     if chip.platform == 'tpu':
-      name = {'topology_name': target.name}
-      description = topologies.get_topology_desc(platform='tpu', **name)
+      description = topologies.get_topology_desc(target.name, 'tpu')
     else:
       num_nodes = -(-target.size // GPUS_PER_NODE)
       description = topologies.get_topology_desc(
@@ -285,5 +275,9 @@ def _devices(target: Target) -> tuple[Any, ...]:
         topology=f'1x{num_nodes}x{min(target.size, GPUS_PER_NODE)}',
       )
   except Exception as error:  # each compiler raises a class of its own
-    raise ConfigError(f'{flag_text}: {_slice_hint(target)}{error}') from error
+    hint = ''
+    if chip.platform == 'tpu':
+      known = f'{target.name.partition(":")[0]}:{"x".join("4" * len(target.shape))}'
+      hint = f'a slice is of hosts with 2x2 chips, as {known} is; the compiler says: '
+    raise ConfigError(f'{flag_text}: {hint}{error}') from error
   return tuple(description.devices)

@@ -1,14 +1,12 @@
 """Reads the rows of dumps and of samples.json: where they are, and what they say."""
 
-import base64
 import contextlib
 import json
 import pathlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
-
+from jaxrl.data import json_codec
 from launch.report.message_text import count_tool_calls, message_texts
 
 SAMPLES = 'samples.json'
@@ -181,16 +179,15 @@ def _group_without_id(row: Mapping[str, Any], place: str) -> str:
 
 
 def _describe_sample(member: Mapping[str, Any]) -> dict[str, Any]:
-  texts = [str(token[0]) for token in member['tokens']]
-  written = ''.join(str(t[0]) for t in member['tokens'] if t[2])
+  tokens = member['tokens']
   return {
     'tag': member['tag'],
     'length': member['length'],
     'actions': member['actions'],
     'tools': 0,
     'version': max(member['versions'], default=None),
-    'preview': written[:PREVIEW],
-    'text': ''.join(texts),
+    'preview': ''.join(str(token[0]) for token in tokens if token[2])[:PREVIEW],
+    'text': ''.join(str(token[0]) for token in tokens),
   }
 
 
@@ -205,11 +202,11 @@ def _describe_content(content: Mapping[str, Any]) -> dict[str, Any]:
     'text': '\n'.join(text for _, text in texts),
   }
   if 'tokens' in content:  # arrays may have been left out
-    values['length'] = content['tokens']['$array']['shape'][0]
-    mask = base64.b64decode(content['action_mask']['$array']['data'])
-    values['actions'] = mask.count(b'\x01')
-    versions = base64.b64decode(content['weights_version']['$array']['data'])
-    kind = np.dtype(str(content['weights_version']['$array']['dtype']))
-    newest = int(np.frombuffer(versions, kind).max(initial=-1))
+    mask, versions = (
+      json_codec.decode_value(content[name], name)
+      for name in ('action_mask', 'weights_version')
+    )
+    newest = int(versions.max(initial=-1))
+    values['length'], values['actions'] = len(mask), int(mask.sum())
     values['version'] = newest if newest >= 0 else None
   return values

@@ -78,13 +78,13 @@ def render_page(run: ReportData) -> str:
     f"script-src 'sha256-{mark}'",
     'title': escape(run.name),
     'style': assets.read_asset('style.css'),
-    'data': escape_json(data),
+    'data': _escape_json(data),
     'script': script,
   }
   return assets.fill_template('report.html', values)
 
 
-def escape_json(value: Any) -> str:
+def _escape_json(value: Any) -> str:
   """Returns JSON that no text can break out of: <, > and & are escaped."""
   text = json.dumps(value, allow_nan=False, separators=(',', ':'))
   for char in '<>&':
@@ -207,10 +207,11 @@ def _phase(run: ReportData, name: str) -> dict[str, Any]:
   """Returns the curves of a phase, in the groups in which the page shows them."""
   rows = [row for row in run.rows if row['phase'] == name]
   metrics = {key for row in rows for key in row} - {'phase', 'step', *HIDDEN}
-  curves = {
-    metric: _series(metric, [(r['step'], r[metric]) for r in rows if metric in r])
-    for metric in sorted(metrics, key=metric_rank)
-  }
+  curves = {}
+  for metric in sorted(metrics, key=metric_rank):
+    points = thin_points([(r['step'], r[metric]) for r in rows if metric in r])
+    points = [(step, short_number(value)) for step, value in points]
+    curves[metric] = {'name': metric, 'points': points}
   means = [n for n in curves if n.startswith('eval/') and n.endswith('/mean')]
   trained = [row for row in rows if is_trained(row)]
   # Rewards in training and scores held out belong in one picture.
@@ -234,11 +235,6 @@ def _phase(run: ReportData, name: str) -> dict[str, Any]:
     'more': max(0, len(rest) - MAX_CHARTS),
     'flat': list(flat.items()),
   }
-
-
-def _series(name: str, points: Sequence[Point]) -> dict[str, Any]:
-  thinned = [(x, short_number(y)) for x, y in thin_points(points)]
-  return {'name': name, 'points': thinned}
 
 
 def _is_constant(points: Sequence[Point]) -> bool:

@@ -21,7 +21,7 @@ from launch.logging.metric_sinks import (
   parse_row,
   rows_before,
 )
-from launch.logging.workdir import write_atomically
+from launch.logging.workdir import read_json, write_atomically
 from launch.report import samples
 
 if TYPE_CHECKING:
@@ -47,7 +47,7 @@ class ReportSink(MetricSink):
     self.folder = folder
     self._decode: Decode | None = None
     self._path = folder / 'samples.json'
-    self._snapshots = load_samples(self._path)
+    self._snapshots = read_json(self._path) or []
     self._history = MetricHistory(folder / 'metrics.jsonl')
     self._pending: dict[str, Callable[[], dict[str, Any]]] = {}  # by kind
     self._phase, self._total = '', None
@@ -117,14 +117,6 @@ class ReportSink(MetricSink):
     if new:
       self._snapshots = samples.limit_snapshots([*self._snapshots, *new])
       write_atomically(self._path, json.dumps(self._snapshots, allow_nan=False))
-
-
-def load_samples(path: pathlib.Path) -> list[dict[str, Any]]:
-  """Returns the saved snapshots, none if the file is absent or incomplete."""
-  try:
-    return json.loads(path.read_text(encoding='utf-8'))
-  except (OSError, ValueError, RecursionError):
-    return []
 
 
 class MetricHistory:
@@ -300,7 +292,7 @@ def collect_report(
     name=folder.resolve().name,
     rows=history.rows(),
     record=record,
-    snapshots=load_samples(folder / 'samples.json'),
+    snapshots=read_json(folder / 'samples.json') or [],
     status=status,
     warnings=warnings,
     num_trained=history.num_trained(),

@@ -1,6 +1,7 @@
 """Finds the runs below a folder, and reads their records and metrics as they grow."""
 
 import dataclasses
+import itertools
 import json
 import os
 import pathlib
@@ -10,7 +11,8 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from jaxrl.options import ConfigError
-from launch.logging.workdir import flatten_keys
+from launch.logging.metric_sinks import parse_row
+from launch.logging.workdir import flatten_keys, read_json
 from launch.report.page import ReportData, metric_rank, run_seconds, short_number
 from launch.report.report_sink import MetricHistory, collect_report
 
@@ -45,10 +47,7 @@ class RunFolder:
 
   def record(self) -> dict[str, Any]:
     """Returns the content of config.json; {} if it is absent or damaged."""
-    try:
-      record = json.loads((self.folder / 'config.json').read_text(encoding='utf-8'))
-    except (OSError, ValueError, RecursionError):
-      return {}
+    record = read_json(self.folder / 'config.json')
     return record if isinstance(record, dict) else {}
 
   def status(self, record: Mapping[str, Any]) -> str:
@@ -116,7 +115,7 @@ class RunFolder:
       'seed': config.get('seed'),
       'phase': last.get('phase', ''),
       'step': last.get('step'),
-      'total': phase_steps(config, last.get('phase', '')),
+      'total': _phase_steps(config, last.get('phase', '')),
       'reward': rewards[-1][1] if rewards else None,
       'spark': rewards[::stride],
       'seconds': run_seconds(rows),
@@ -144,22 +143,16 @@ class RunFolder:
     except OSError:
       return {**_columns([]), 'file': '', 'position': 0, 'all': True}
     now = f'{stat.st_dev}-{stat.st_ino}'
-    if file != now or since <= 0 or stat.st_size < since:
-      rows, _ = self.rows()
-      position, is_all = self.history.position, True
+    is_all = file != now or since <= 0 or stat.st_size < since
+    if is_all:
+      (rows, _), position = self.rows(), self.history.position
     else:
       rows, position = _rows_after(path, since)
-      is_all = False
     return {**_columns(rows), 'file': now, 'position': position, 'all': is_all}
 
 
-def phase_steps(config: Mapping[str, Any], phase: str) -> int | None:
-  """Returns how many steps a phase has by the config; None if it does not say.
-
-  Args:
-    config: The config of a run.
-    phase: Name of the phase: 'sft', or that of the training itself.
-  """
+def _phase_steps(config: Mapping[str, Any], phase: str) -> int | None:
+  """Returns how many steps a phase has by the config; None if it does not say."""
   if phase == 'sft' and config.get('sft'):
     return config['sft'].get('num_steps') or None
   return None if config.get('num_epochs') else config.get('num_steps')
@@ -173,9 +166,8 @@ def _rows_after(path: pathlib.Path, since: int) -> tuple[list[dict[str, Any]], i
     file.seek(since)
     for line in file:
       try:
-        row = json.loads(line)
-        rows.append({**row, 'phase': row['phase'], 'step': row['step']})
-      except (ValueError, TypeError, KeyError, RecursionError):
+        rows.append(parse_row(line, path, number=0))
+      except ConfigError:
         break  # it is being written
       position, start = start, start + len(line)
       if start - since > MAX_NEW_BYTES:
@@ -184,9 +176,7 @@ def _rows_after(path: pathlib.Path, since: int) -> tuple[list[dict[str, Any]], i
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-  names = dict.fromkeys(name for row in rows for name in row)
-  for name in ('phase', 'step', 'time/wall'):
-    names.pop(name, None)
+  names = {name for row in rows for name in row} - {'phase', 'step', 'time/wall'}
   return {
     'phase': [row['phase'] for row in rows],
     'step': [row['step'] for row in rows],
@@ -199,12 +189,8 @@ def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def _cell(row: Mapping[str, Any], name: str) -> Any:
-  if name not in row:
-    return None
-  value = row[name]
-  if isinstance(value, int | float):
-    return short_number(float(value))
-  return 'nan'
+  number = short_number(row.get(name))
+  return 'nan' if name in row and number is None else number
 
 
 def repetition_key(config: Mapping[str, Any]) -> str:
@@ -283,21 +269,12 @@ def find_runs(root: pathlib.Path) -> list[pathlib.Path]:
   Args:
     root: The folder. It may be a run itself.
   """
-  runs, waiting, visited = [], [(root, 0)], 0
-  while waiting and visited < MAX_FOLDERS:
-    folder, depth = waiting.pop()
-    visited += 1
-    try:
-      with os.scandir(folder) as entries:
-        names = {entry.name: entry.is_dir(follow_symlinks=False) for entry in entries}
-    except OSError:
-      continue
-    if 'metrics.jsonl' in names or {'config.json', '.lock'} <= names.keys():
-      runs.append(folder)
-    elif depth < MAX_DEPTH:
-      waiting += [
-        (folder / name, depth + 1)
-        for name, is_folder in names.items()
-        if is_folder and not name.startswith('.')
-      ]
+  runs = []
+  for folder, folders, files in itertools.islice(os.walk(root), MAX_FOLDERS):
+    path = pathlib.Path(folder)
+    if 'metrics.jsonl' in files or {'config.json', '.lock'} <= set(files):
+      runs.append(path)
+      folders.clear()
+    is_deep = len(path.relative_to(root).parts) >= MAX_DEPTH
+    folders[:] = [n for n in folders if not is_deep and not n.startswith('.')]
   return runs

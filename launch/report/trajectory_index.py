@@ -148,7 +148,10 @@ class TrajectoryIndex:
     self._matching_at = functools.lru_cache(MAX_QUERIES)(self._find_matching)
     self._facets_at = functools.lru_cache(1)(self._count_facets)
     self.pending = 0
-    self._path = self._find_path()
+    self._path = folder / FILE
+    if not os.access(folder, os.W_OK):
+      self._temporary = tempfile.TemporaryDirectory(prefix='jaxrl-view-')
+      self._path = pathlib.Path(self._temporary.name) / FILE
     self._read = self._open()
 
   def close(self) -> None:
@@ -157,12 +160,6 @@ class TrajectoryIndex:
       self._read.close()
 
   # ---- the file
-
-  def _find_path(self) -> pathlib.Path:
-    if os.access(self.folder, os.W_OK):
-      return self.folder / FILE
-    self._temporary = tempfile.TemporaryDirectory(prefix='jaxrl-view-')
-    return pathlib.Path(self._temporary.name) / FILE
 
   def _open(self) -> sqlite3.Connection:
     try:

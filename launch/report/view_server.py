@@ -25,10 +25,10 @@ from jaxrl.rollout.gateway.connection_limits import (
   ConnectionLimits,
   request_in_progress,
 )
+from launch.logging.workdir import read_json
 from launch.report import assets, trajectory_view
 from launch.report.dump_rows import dump_patterns
 from launch.report.page import FIRST, label_snapshots, summarize_run
-from launch.report.report_sink import load_samples
 from launch.report.run_folders import RunCatalogue, RunFolder, diff_configs
 from launch.report.trajectory_index import TrajectoryIndex, TrajectoryQuery
 
@@ -196,7 +196,8 @@ class ViewServer:
     return self._run(request).metrics(since, request.query.get('file', ''))
 
   def _show_samples(self, request: web.Request) -> Any:
-    return label_snapshots(load_samples(self._run(request).folder / 'samples.json'))
+    snapshots = read_json(self._run(request).folder / 'samples.json')
+    return label_snapshots(snapshots or [])
 
   def _show_diff(self, request: web.Request) -> Any:
     first, second = (self._run(request, name) for name in ('a', 'b'))
@@ -308,21 +309,15 @@ def _number(request: web.Request, name: str) -> float | None:
 
 def _read_query(request: web.Request) -> TrajectoryQuery:
   """Reads which trajectories are asked for."""
-  query = request.query
-
-  def bounds(name: str) -> tuple[float | None, float | None]:
-    return _number(request, f'{name}_min'), _number(request, f'{name}_max')
-
+  query: Any = request.query
+  words = ('mode', 'tag', 'stop', 'group', 'text', 'sort')
+  bounds: dict[str, Any] = {
+    name: (_number(request, f'{name}_min'), _number(request, f'{name}_max'))
+    for name in ('step', 'score', 'length')
+  }
   return TrajectoryQuery(
-    step=bounds('step'),
-    mode=query.get('mode', ''),
-    tag=query.get('tag', ''),
-    stop=query.get('stop', ''),
-    group=query.get('group', ''),
-    score=bounds('score'),
-    length=bounds('length'),
-    text=query.get('text', ''),
-    sort=query.get('sort', 'step'),
+    **{name: query[name] for name in words if name in query},
+    **bounds,
     descending=query.get('order') == 'desc',
   )
 

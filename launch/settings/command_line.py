@@ -21,7 +21,9 @@ from typing import Any
 from ml_collections import ConfigDict
 
 from jaxrl.config import OptionalField, describe_keys, from_config, to_config
+from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.options import NOUNS, ConfigError, Options, closest_match, error_prefix
+from launch.settings.logging_settings import LoggingOptions
 
 TRUE = ('true', '1', 'yes', 'on')
 FALSE = ('false', '0', 'no', 'off')
@@ -142,26 +144,20 @@ def _refuse_flag(name: str, known: Sequence[str]) -> None:
 
 def split_spec(spec: str) -> tuple[str, str | None]:
   """Splits 'configs/x.py:lab.mod:fn' into ('configs/x.py', 'lab.mod:fn')."""
-  head, dot_py, rest = spec.partition('.py')
-  while dot_py and rest and not rest.startswith(':'):
-    more, dot_py, rest = rest.partition('.py')
-    head = f'{head}.py{more}'
-  if not dot_py:
+  match = re.fullmatch(r'(.*?\.py)(?::(.*))?', spec, re.DOTALL)
+  if match is None:
     raise ConfigError(f'--config={spec}: a config is a Python file: configs/NAME.py')
-  if rest == ':':
+  if match[2] == '':
     raise ConfigError(f'--config={spec}: name an algorithm after the colon')
-  return f'{head}.py', rest[1:] or None
+  return match[1], match[2]
 
 
-def load(
-  command: Command, sections: Mapping[str, type[Options]] | None = None
-) -> ConfigDict:
-  """Runs get_config, applies the overrides and locks the result.
+def load(command: Command, *, dumps: bool = False) -> ConfigDict:
+  """Runs get_config, and completes what it returns.
 
   Args:
     command: The command line.
-    sections: The launcher's own sections: name → class of its options. They are added
-      where the config does not have them.
+    dumps: Whether the command writes trajectories, and has a section for them.
 
   Raises:
     ConfigError: For a file, key or value that cannot be.
@@ -183,29 +179,40 @@ def load(
     plugins = _plugins(folder)
     algorithm = algorithm and plugins.algorithm(algorithm)
     own_envs = env_registry.naming(plugins.of('env'))  # for `env_section`
-  with _naming_place(command.config, algorithm), own_envs:
+  if algorithm and ':' in algorithm:
+    from jaxrl.algorithms import registry
+
+    with contextlib.suppress(ConfigError):  # the config may take it for something else
+      registry.builder(algorithm)  # what it raises when imported keeps its traceback
+  with _naming_place(command.config), own_envs:
     config = get_config(algorithm) if algorithm else get_config()
   if not isinstance(config, ConfigDict):
     raise ConfigError(
       f'{command.config}: get_config() returned a {type(config).__name__}, '
       'not a ConfigDict'
     )
-  for name, options in (sections or {}).items():
-    section: Any = config.get(name, {})
-    config[name] = to_config(from_config(options, section, name))
-  return complete(config, command)
+  return complete(config, command, dumps=dumps)
 
 
-def complete(config: ConfigDict, command: Command) -> ConfigDict:
-  """Applies a command line's overrides to a config and locks it.
+def complete(
+  config: ConfigDict, command: Command, *, dumps: bool = False
+) -> ConfigDict:
+  """Adds the launcher's own sections, applies overrides and locks the config.
 
   Args:
     config: The config, changed in place.
     command: The command line.
+    dumps: As for `load`.
 
   Raises:
     ConfigError: For an unknown key, or text that is no such value.
   """
+  sections: dict[str, type[Options]] = {'logging': LoggingOptions}
+  if dumps:
+    sections['trajectory_dump'] = DumpOptions
+  for name, options in sections.items():
+    section: Any = config.get(name, {})
+    config[name] = to_config(from_config(options, section, name))
   if 'plugins' not in config:
     config.plugins = ''
     describe_keys(config, {'plugins': 'Folder whose files define components by name.'})
@@ -224,35 +231,18 @@ def _plugins(folder: str) -> Any:
 
 
 @contextlib.contextmanager
-def _naming_place(path: str, algorithm: str | None = None) -> Iterator[None]:
-  """Turns a config file's own exception into a line that says where it arose.
-
-  What the user's algorithm raises while it is imported keeps its traceback.
-  """
+def _naming_place(path: str) -> Iterator[None]:
+  """Turns a config file's own exception into a line that says where it arose."""
   try:
     yield
   except ConfigError:
     raise
   except Exception as error:
-    own_module = (algorithm or '').rpartition(':')[0]
-    if own_module and _arose_in(own_module, error):
-      raise
     file = str(pathlib.Path(path).resolve())
     frames = traceback.extract_tb(error.__traceback__)
     lines = [f.lineno for f in frames if f.filename == file]
     place = f'{path}, line {lines[-1]}' if lines else path
     raise ConfigError(f'{place}: {type(error).__name__}: {error}') from error
-
-
-def _arose_in(module_name: str, error: Exception) -> bool:
-  """Returns whether an error arose in the module or file of this name."""
-  places = [(str(getattr(error, 'filename', '')), '')]
-  for frame, _ in traceback.walk_tb(error.__traceback__):
-    places.append((frame.f_code.co_filename, frame.f_globals.get('__name__', '')))
-  path = module_name
-  if not path.endswith('.py'):
-    path = path.replace('.', '/') + '.py'
-  return any(file.endswith(path) or name == module_name for file, name in places)
 
 
 def module(path: str) -> Any:
@@ -413,15 +403,11 @@ def parse_value(text: str | None, kind: type, current: Any, optional: bool) -> A
 
 
 def _number(text: str) -> int | float | None:
-  try:
-    return int(text)
-  except ValueError:
-    pass
-  try:
-    number = float(text)
-  except ValueError:
-    return None
-  return number if number - number == 0 else None  # no inf, no nan
+  for kind in (int, float):
+    with contextlib.suppress(ValueError):
+      number = kind(text)
+      return number if number - number == 0 else None  # no inf, no nan
+  return None
 
 
 def _literal(text: str) -> Any:
@@ -446,12 +432,10 @@ def _sequence(text: str, kind: type, current: Any) -> Any:
     value = [value]
   types = {type(entry) for entry in current or ()}
   if len(types) == 1 and types <= {int, float, str, bool}:
-    entry_kind = types.pop()
+    (entry_kind,) = types
     value = [
-      entry
-      if type(entry) is entry_kind
-      else parse_value(str(entry), entry_kind, None, False)
-      for entry in value
+      x if type(x) is entry_kind else parse_value(str(x), entry_kind, None, False)
+      for x in value
     ]
   return kind(value)
 

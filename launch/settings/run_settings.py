@@ -18,7 +18,7 @@ from jaxrl.data.chat_tokenizer import ChatOptions
 from jaxrl.data.store.store_options import ReaderOptions
 from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.models.exact_mode import Exact
-from jaxrl.options import Options, error_prefix
+from jaxrl.options import ConfigError, Options, error_prefix
 from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.weights.weight_store import InProcessOptions, WeightStoreOptions
 from jaxrl.run_options import EvalSetOptions, RunOptions, TagDatasetOptions
@@ -199,6 +199,18 @@ class RunSettings(RunOptions):
       value = value[part]
     return value
 
+  def quote(self, key: str) -> str:
+    """Returns a dotted key and its value as a command line would set it."""
+    return f'--config.{key}={self.text(key)}'
+
+  def refusal(self, key: str, problem: str) -> ConfigError:
+    """Returns the error that says what is wrong with the value of a dotted key."""
+    return ConfigError(f'{self.quote(key)}: {problem}')
+
+  def no_effect(self, key: str, why: str) -> ConfigError:
+    """Returns the error for a dotted key that changes nothing in this run."""
+    return self.refusal(key, f'has no effect here: {why}')
+
   def task_key(self, tag: str, field: str) -> str:
     """Returns the key that sets a field of a tag's tasks, such as 'path'."""
     own_section = self.text(f'env.{tag}').get('dataset', {})
@@ -220,7 +232,7 @@ class RunSettings(RunOptions):
     Args:
       key: The dotted key.
     """
-    return error_prefix(f'--config.{key}={self.text(key)}')
+    return error_prefix(self.quote(key))
 
   def env_manager_config(self, tag: str) -> ConfigDict:
     """Returns a tag's section as group filters are given it."""

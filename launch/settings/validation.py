@@ -18,7 +18,6 @@ from jaxrl.options import ConfigError, defaults, error_prefix, unknown_name_erro
 from jaxrl.rollout.queue.group_allocation import allocate_groups
 from jaxrl.rollout.queue.group_filters import make_group_filter
 from jaxrl.rollout.queue.reward_shaping import make_reward_shaper
-from jaxrl.run_options import EnvOptions
 from jaxrl.training import batch_fields
 from jaxrl.training.batching import packing_plan
 from jaxrl.training.optimizers import make_optimizer
@@ -61,15 +60,15 @@ def validate_training(settings: RunSettings) -> None:
     ConfigError: For a setting that cannot be, with its key.
   """
   if settings.plays and not settings.rollout.temperature:
-    raise ConfigError(
-      f'--config.rollout.temperature={settings.rollout.temperature}: must be above 0, '
-      'as the policy is trained on what it samples'
+    raise settings.refusal(
+      'rollout.temperature',
+      'must be above 0, as the policy is trained on what it samples',
     )
   read = requirements.fields_read(settings.algorithm)
   if 'sum_pi_squared' in read and settings.rollout.temperature != 1:
-    raise ConfigError(
-      f'--config.rollout.temperature={settings.rollout.temperature}: the algorithm '
-      'reads sum_pi_squared, which is that of temperature 1'
+    raise settings.refusal(
+      'rollout.temperature',
+      'the algorithm reads sum_pi_squared, which is that of temperature 1',
     )
   if settings.plays:
     validate_sampling(settings)
@@ -84,15 +83,13 @@ def validate_sampling(settings: RunSettings) -> None:
   Raises:
     ConfigError: For a sampling rule that leaves tokens out.
   """
-  for key, value, all_tokens in (
-    ('top_p', settings.rollout.top_p, 1),
-    ('top_k', settings.rollout.top_k, 0),
-  ):
-    if value != all_tokens:
-      raise ConfigError(
-        f'--config.rollout.{key}={value}: the learner cannot recompute the '
-        'log-probs of tokens that were sampled from a part of the vocabulary. Train '
-        f'with {key}={all_tokens}, and lower rollout.temperature instead'
+  for key, all_tokens in (('top_p', 1), ('top_k', 0)):
+    if getattr(settings.rollout, key) != all_tokens:
+      raise settings.refusal(
+        f'rollout.{key}',
+        'the learner cannot recompute the log-probs of tokens that were sampled from a '
+        f'part of the vocabulary. Train with {key}={all_tokens}, and lower '
+        'rollout.temperature instead',
       )
 
 
@@ -104,16 +101,14 @@ def validate_consistency(settings: RunSettings) -> None:
   """
   algorithm = settings.algorithm
   if not (settings.num_steps or settings.num_epochs or settings.sft.num_steps):
-    raise ConfigError('--config.num_steps=0: there is nothing to do')
-  if algorithm.group_size < 1:
-    raise ConfigError(
-      f'--config.algorithm.group_size={algorithm.group_size}: must be at least 1'
-    )
-  least_samples = settings.rollout.min_group_size
-  if settings.plays and not 0 <= least_samples <= algorithm.group_size:
-    raise ConfigError(
-      f'--config.rollout.min_group_size={least_samples}: must be in '
-      f'[0, {algorithm.group_size}], as a group has {algorithm.group_size} samples'
+    raise settings.refusal('num_steps', 'there is nothing to do')
+  size = algorithm.group_size
+  if size < 1:
+    raise ConfigError(f'--config.algorithm.group_size={size}: must be at least 1')
+  if settings.plays and not 0 <= settings.rollout.min_group_size <= size:
+    raise settings.refusal(
+      'rollout.min_group_size',
+      f'must be in [0, {size}], as a group has {size} samples',
     )
   if 'values' in requirements.needs(algorithm) and algorithm.value_loss is None:
     raise ConfigError(
@@ -145,15 +140,13 @@ def _validate_engine_rounding(settings: RunSettings) -> None:
   where = '--config.batch.engine_rounding=true'
   if settings.engine.weights_format is None:
     raise ConfigError(
-      f'{where}: the engine --config.rollout.engine={settings.text("rollout.engine")} '
-      "has no 8-bit weights: set jax(weights_dtype='int8'), or leave engine_rounding "
-      'out'
+      f'{where}: the engine {settings.quote("rollout.engine")} has no 8-bit weights: '
+      "set jax(weights_dtype='int8'), or leave engine_rounding out"
     )
   if settings.model.adapters:
     raise ConfigError(
       f'{where}: the engine rounds weights with adapters merged into them, which the '
-      f'learner keeps apart (--config.model.lora={settings.text("model.lora")}): leave '
-      'one of the two out'
+      f'learner keeps apart ({settings.quote("model.lora")}): leave one of the two out'
     )
 
 
@@ -161,11 +154,11 @@ def _validate_batch(settings: RunSettings) -> None:
   batch, exact = settings.batch, settings.engine.exact
   _validate_engine_rounding(settings)
   if settings.model.adapters and exact:
-    raise ConfigError(
-      f'--config.model.lora={settings.text("model.lora")}: adapters and exact '
-      'engines exclude each other: an exact engine serves the trained '
-      'weights themselves, but adapters are merged into new ones. Set one of '
-      'the two'
+    raise settings.refusal(
+      'model.lora',
+      'adapters and exact engines exclude each other: an exact engine serves the '
+      'trained weights themselves, but adapters are merged into new ones. Set one of '
+      'the two',
     )
   if batch.packing_plan is not None:
     packing_plan.check_packing(
@@ -178,7 +171,7 @@ def _validate_batch(settings: RunSettings) -> None:
 
 def _validate_checkpoint(settings: RunSettings) -> None:
   folder = settings.model.checkpoint
-  with error_prefix(f'--config.model.checkpoint={folder}', OSError):
+  with error_prefix(settings.quote('model.checkpoint'), OSError):
     if folder:
       huggingface.load_config(hub.find_checkpoint(folder, only_config=True))
 
@@ -219,9 +212,9 @@ def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
     return
   for key, value in section.items():
     if value not in ('', None):
-      raise ConfigError(
-        f'--config.env.{tag}.dataset.{key}={value}: has no effect here: environment '
-        f'{env.env_type} takes its tasks from seeds'
+      raise settings.no_effect(
+        f'env.{tag}.dataset.{key}',
+        f'environment {env.env_type} takes its tasks from seeds',
       )
 
 
@@ -230,9 +223,9 @@ def _validate_evaluation_end(settings: RunSettings, name: str) -> None:
   evaluation = settings.evaluations[name]
   tag, count = evaluation.tag, evaluation.num_tasks
   env = settings.env[tag]
-  set_sections = settings.text('eval').get('sets', {})
   if count < 1 and not uses_dataset(env.env_type, env.env_config):
-    key = f'eval.sets.{name}.num_tasks' if name in set_sections else 'eval.num_tasks'
+    is_named = name in settings.text('eval').get('sets', {})
+    key = f'eval.sets.{name}.num_tasks' if is_named else 'eval.num_tasks'
     raise ConfigError(
       f'--config.{key}={count}: env.{tag} makes its tasks from seeds, without end: '
       'set the number of tasks of an evaluation'
@@ -243,16 +236,17 @@ def _validate_formulation(settings: RunSettings, tag: str) -> None:
   """Refuses shared rows where turns must be told apart or scored exactly."""
   if settings.env[tag].row_format != 'concatenated':
     return
-  where = f'--config.env.{tag}.row_format=concatenated'
+  key = f'env.{tag}.row_format'
   if requirements.row_format(settings.algorithm) == 'step':
-    raise ConfigError(
-      f'{where}: algorithm {settings.algorithm_name} needs each turn in its '
-      "own row: set 'step'"
+    name = settings.algorithm_name
+    raise settings.refusal(
+      key, f"algorithm {name} needs each turn in its own row: set 'step'"
     )
   if settings.engine.exact is not None:
-    raise ConfigError(
-      f'{where}: an exact engine needs each sequence in its own row: set '
-      "'auto', or leave exact out of rollout.engine"
+    raise settings.refusal(
+      key,
+      "an exact engine needs each sequence in its own row: set 'auto', or leave exact "
+      'out of rollout.engine',
     )
 
 
@@ -260,61 +254,65 @@ def _validate_replay(settings: RunSettings, tag: str) -> None:
   """Checks that training plays, turn by turn, the episodes that shall come again."""
   env = settings.env[tag]
   for key in ('num_seeds', 'prefixes'):
-    value = getattr(env, key)
-    if not value:
+    if not getattr(env, key):
       continue
-    where = f'--config.env.{tag}.{key}={value}'
+    key = f'env.{tag}.{key}'
     if not (settings.plays and env.weight) or settings.experience_store is not None:
-      raise ConfigError(f'{where}: has no effect here: training does not play this tag')
+      raise settings.no_effect(key, 'training does not play this tag')
     if env.manager is not None:
-      raise ConfigError(
-        f'{where}: env.{tag}.manager={env.manager} plays in its own way: leave one out'
+      raise settings.refusal(
+        key, f'env.{tag}.manager={env.manager} plays in its own way: leave one out'
       )
     inner = unwrapped(env.env_type, env.env_config)
     if any(
       getattr(e, 'played_by_agent', False) for e in (inner, find_env(env.env_type))
     ):
-      raise ConfigError(
-        f'{where}: environment {env.env_type} is played by an agent of its own, whose '
-        'turns nobody else can replay'
+      raise settings.refusal(
+        key,
+        f'environment {env.env_type} is played by an agent of its own, whose turns '
+        'nobody else can replay',
       )
     if getattr(inner, 'num_players', 1) > 1:
-      raise ConfigError(
-        f'{where}: environment {env.env_type} has several players, whose games do not '
-        'come again: leave it out'
+      raise settings.refusal(
+        key,
+        f'environment {env.env_type} has several players, whose games do not come '
+        'again: leave it out',
       )
   from_rows = uses_dataset(env.env_type, env.env_config)
   if env.num_seeds and from_rows:
-    raise ConfigError(
-      f'--config.env.{tag}.num_seeds={env.num_seeds}: has no effect here: environment '
-      f'{env.env_type} takes its tasks from rows, which come again; see dataset.limit'
+    raise settings.no_effect(
+      f'env.{tag}.num_seeds',
+      f'environment {env.env_type} takes its tasks from rows, which come again; see '
+      'dataset.limit',
     )
   if env.prefixes is not None:
-    _validate_prefixes(env, env.prefixes, tag, from_rows=from_rows)
+    _validate_prefixes(settings, tag, env.prefixes, from_rows=from_rows)
 
 
 def _validate_prefixes(
-  env: EnvOptions, prefixes: ComponentCall, tag: str, *, from_rows: bool
+  settings: RunSettings, tag: str, prefixes: ComponentCall, *, from_rows: bool
 ) -> None:
   """Checks that tasks come again, have several turns, and can be replayed."""
-  where = f'--config.env.{tag}.prefixes={prefixes}'
+  env, key = settings.env[tag], f'env.{tag}.prefixes'
   if not from_rows and not env.num_seeds:
-    raise ConfigError(
-      f'{where}: the tasks of environment {env.env_type} are seeds, none of which '
-      f'comes again: set --config.env.{tag}.num_seeds to how many there are to be'
+    raise settings.refusal(
+      key,
+      f'the tasks of environment {env.env_type} are seeds, none of which comes again: '
+      f'set --config.env.{tag}.num_seeds to how many there are to be',
     )
   if env.max_steps < 2:
-    raise ConfigError(
-      f'{where}: whole turns are replayed, and an episode has one: '
-      f'--config.env.{tag}.max_steps={env.max_steps}'
+    raise settings.refusal(
+      key,
+      'whole turns are replayed, and an episode has one: '
+      + settings.quote(f'env.{tag}.max_steps'),
     )
   reason = getattr(unwrapped(env.env_type, env.env_config), 'not_replayable', '')
   if reason:
-    raise ConfigError(f'{where}: environment {env.env_type} {reason}')
+    raise settings.refusal(key, f'environment {env.env_type} {reason}')
   # Imported here because few runs replay anything.
   from jaxrl.rollout.queue.prefix_samplers import PREFIX_SAMPLERS
 
-  PREFIX_SAMPLERS.build(prefixes, where=where)
+  PREFIX_SAMPLERS.build(prefixes, where=settings.quote(key))
 
 
 def _validate_group_pipeline(settings: RunSettings) -> None:
@@ -345,14 +343,13 @@ def _validate_curriculum(settings: RunSettings) -> None:
     if env.dataset.curriculum is not None:
       chosen[f'env.{tag}.dataset.curriculum'] = env.dataset.curriculum
   for key, curriculum in chosen.items():
-    where = f'--config.{key}={curriculum}'
+    where = settings.quote(key)
     _, found, _ = CURRICULA.find(curriculum, where)
     check_curriculum_class(found, where)
     is_default = str(curriculum) == defaults(GlobalDataset)['curriculum']
     if not is_default and curriculum not in users:
-      raise ConfigError(
-        f'{where}: has no effect here: no environment of this run takes its tasks '
-        'from the data set'
+      raise settings.no_effect(
+        key, 'no environment of this run takes its tasks from the data set'
       )
 
 
@@ -360,25 +357,22 @@ def _validate_row_options(settings: RunSettings) -> None:
   """Refuses options of rows where nothing reads rows."""
   data = settings.dataset
   if data.expert_path and not _reads_experts(settings):
-    raise ConfigError(
-      f'--config.dataset.expert_path={settings.text("dataset.expert_path")}: has no '
-      'effect here: only samplers that mix expert rows with rollouts read it'
+    raise settings.no_effect(
+      'dataset.expert_path',
+      'only samplers that mix expert rows with rollouts read it',
     )
   if data.system_prompt and not _reads_conversations(settings):
-    raise ConfigError(
-      f'--config.dataset.system_prompt={data.system_prompt}: has no effect here: it is '
-      'the system message of conversations from files, and this run trains on none. '
-      'For episodes, set --config.env.TAG.system_template'
+    raise settings.no_effect(
+      'dataset.system_prompt',
+      'it is the system message of conversations from files, and this run trains on '
+      'none. For episodes, set --config.env.TAG.system_template',
     )
   paths = [data.path, data.expert_path, settings.sft.path]
   paths += [tasks.path for tasks in settings.tasks.values()]
   paths += [evaluation.path for evaluation in settings.evaluations.values()]
   for name, key in data.columns.as_dict().items():
     if key != getattr(USUAL_COLUMNS, name) and not any(paths):
-      raise ConfigError(
-        f'--config.dataset.columns.{name}={key}: has no effect here: this run reads no '
-        'rows'
-      )
+      raise settings.no_effect(f'dataset.columns.{name}', 'this run reads no rows')
 
 
 def _reads_experts(settings: RunSettings) -> bool:
@@ -401,10 +395,10 @@ def _validate_offline(settings: RunSettings) -> None:
   name, algorithm = settings.algorithm_name, settings.algorithm
   if settings.plays:
     if settings.num_epochs:
-      raise ConfigError(
-        f'--config.num_epochs={settings.num_epochs}: counts passes over files, '
-        f'and {name} learns from rollouts: set --config.num_steps, or use an '
-        'algorithm that learns from files'
+      raise settings.refusal(
+        'num_epochs',
+        f'counts passes over files, and {name} learns from rollouts: set '
+        '--config.num_steps, or use an algorithm that learns from files',
       )
     return
   data_format = algorithm.data_format
@@ -450,11 +444,11 @@ def _required_columns(algorithm: Algorithm) -> set[str]:
 def _validate_sampler(settings: RunSettings) -> None:
   if settings.plays:
     samplers.find_sampler(settings.algorithm.sampler)
-  elif sampler := settings.algorithm_options['sampler']:
-    raise ConfigError(
-      f'--config.algorithm.sampler={sampler}: has no effect here: algorithm '
-      f'{settings.algorithm_name} reads all of its rows from files, in their '
-      'own order'
+  elif settings.algorithm_options['sampler']:
+    raise settings.no_effect(
+      'algorithm.sampler',
+      f'algorithm {settings.algorithm_name} reads all of its rows from files, in their '
+      'own order',
     )
 
 
@@ -467,12 +461,7 @@ def validate_teachers(settings: RunSettings) -> None:
   """
   name, teacher = settings.algorithm_name, settings.teacher
   if not batch_fields.teacher_fields(settings.algorithm):
-    for tag, folder in {'': teacher.checkpoint, **teacher.by_tag}.items():
-      if folder:
-        raise ConfigError(
-          f'{teacher_key(tag)}={folder}: has no effect here: algorithm {name} does not '
-          'use a teacher'
-        )
+    _refuse_teachers(settings, f'algorithm {name} does not use a teacher')
     return
   batch_fields.teacher_top_k(settings.algorithm)
   if settings.algorithm.self_teacher is not None:
@@ -496,6 +485,14 @@ def validate_teachers(settings: RunSettings) -> None:
         raise missing_teacher_error(repr(tag), tag, teacher.folders)
 
 
+def _refuse_teachers(settings: RunSettings, why: str) -> None:
+  """Raises ConfigError if a teacher is named, and says why that has no effect."""
+  teacher = settings.teacher
+  for tag, folder in {'': teacher.checkpoint, **teacher.by_tag}.items():
+    if folder:
+      raise ConfigError(f'{teacher_key(tag)}={folder}: has no effect here: {why}')
+
+
 def _validate_self_teacher(settings: RunSettings) -> None:
   """Checks that a run can have the self-teacher of its algorithm.
 
@@ -505,35 +502,22 @@ def _validate_self_teacher(settings: RunSettings) -> None:
   """
   name, teacher = settings.algorithm_name, settings.algorithm.self_teacher
   assert teacher is not None
-  for tag, folder in {
-    '': settings.teacher.checkpoint,
-    **settings.teacher.by_tag,
-  }.items():
-    if folder:
-      raise ConfigError(
-        f'{teacher_key(tag)}={folder}: has no effect here: with algorithm {name} the '
-        'policy is its own teacher'
-      )
+  _refuse_teachers(settings, f'with algorithm {name} the policy is its own teacher')
   if settings.experience_store is not None:
     raise ConfigError(
       f'algorithm {name}: groups from a store do not bring what its teacher is shown: '
       'play them in this run'
     )
   for tag in settings.training_tags:
-    env = settings.env[tag]
-    if env.episode['max_steps'] > 1:
-      raise ConfigError(
-        f'--config.env.{tag}.max_steps={env.episode["max_steps"]}: with algorithm '
-        f'{name} the policy teaches itself single replies: set 1'
+    if settings.env[tag].max_steps > 1:
+      raise settings.refusal(
+        f'env.{tag}.max_steps',
+        f'with algorithm {name} the policy teaches itself single replies: set 1',
       )
   from jaxrl.rollout.queue import teacher_contexts
 
-  try:
+  with error_prefix(f'--config.algorithm.context={teacher.context}'):
     teacher_contexts.task_keys(teacher.context)
-  except ValueError as error:
-    raise ConfigError(
-      f'--config.algorithm.context={teacher.context}: {error}'
-    ) from error
 
 
 def _validate_store(settings: RunSettings) -> None:
@@ -541,30 +525,25 @@ def _validate_store(settings: RunSettings) -> None:
   store, algorithm = settings.experience_store, settings.algorithm
   if store is None:
     return
-  where = (
-    f'--config.dataset.experience_store={settings.text("dataset.experience_store")}'
-  )
-  name = settings.algorithm_name
+  key, name = 'dataset.experience_store', settings.algorithm_name
   if not settings.plays:
-    raise ConfigError(
-      f'{where}: has no effect here: {name} learns from files of '
-      f'{algorithm.data_format}'
+    raise settings.no_effect(
+      key, f'{name} learns from files of {algorithm.data_format}'
     )
   if 'greedy_mask' in requirements.needs(algorithm):
-    raise ConfigError(
-      f'{where}: {name} needs a greedy attempt at each task, which a store '
-      'does not have'
+    raise settings.refusal(
+      key, f'{name} needs a greedy attempt at each task, which a store does not have'
     )
   if samplers.find_sampler(algorithm.sampler)[0].reuses and store.uses > 1:
-    raise ConfigError(
-      f'{where}: --config.algorithm.sampler={algorithm.sampler} already '
-      'decides how often a group is used: leave uses=1'
+    raise settings.refusal(
+      key,
+      f'--config.algorithm.sampler={algorithm.sampler} already decides how often a '
+      'group is used: leave uses=1',
     )
-  for key in ('weight_sync.policy', 'rollout.async_ratio'):
-    value = settings.text(key)
-    if value not in ('fixed', 0):
-      raise ConfigError(
-        f'--config.{key}={value}: has no effect here: this run plays nothing, '
-        f'but trains from {where}. To limit the age of groups, set '
-        'rollout.staleness_policy'
+  for other in ('weight_sync.policy', 'rollout.async_ratio'):
+    if settings.text(other) not in ('fixed', 0):
+      raise settings.no_effect(
+        other,
+        f'this run plays nothing, but trains from {settings.quote(key)}. To limit the '
+        'age of groups, set rollout.staleness_policy',
       )

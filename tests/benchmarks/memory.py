@@ -131,15 +131,14 @@ def child(name: str) -> dict[str, float]:
   """Measures in this process."""
   import jax
 
-  from launch.planning import cost, engine_decode, planned_run, targets
+  from launch.planning import cost, planned_run, targets
   from launch.settings.resolve import resolve_settings
 
   config = _published(name) if name in PUBLISHED else _config(*CASES[name])
   run = planned_run.read_run(resolve_settings(config))
   target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
-  engine = engine_decode.plan_engine(run)
   mesh = planned_run.planned_mesh(run, devices)
-  predicted = cost.estimate_cost(run, target, devices, engine=engine)
+  predicted = cost.estimate_cost(run, target, devices)
   learner_alone = predicted.peaks['train'] - sum(
     predicted.memory.get(part, 0.0) for part in ("engine's weights", 'cache')
   )
@@ -224,7 +223,7 @@ def _learner(run: Any, mesh: Any) -> Any:
 def _groups(run: Any) -> list[Any]:
   from tests.training import toy
 
-  length, sizes = run.buckets[-1], (run.algorithm.group_size,)
+  length, sizes = run.buckets[-1], (run.settings.algorithm.group_size,)
   count = run.settings.batch.num_groups
   return toy.groups(sizes=sizes * count, lengths=(length - 4, length))
 

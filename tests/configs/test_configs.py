@@ -25,7 +25,6 @@ from jaxrl.run_options import (
 )
 from launch.logging.workdir import Workdir, json_data
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 
 FILES = sorted(
   path
@@ -36,7 +35,7 @@ FILES = sorted(
 
 def load(path, *overrides):
   command = command_line.parse([f'--config={path}', *overrides], {})
-  return command_line.load(command, {'logging': LoggingOptions})
+  return command_line.load(command)
 
 
 @pytest.mark.parametrize('path', FILES, ids=lambda path: path.stem)

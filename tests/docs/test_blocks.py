@@ -12,13 +12,11 @@ import pytest
 
 from configs import base
 from jaxrl.component_calls import ComponentCall
-from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.envs import env_registry
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
 from jaxrl.envs.tools.function_tool import FunctionTool
 from launch.settings import command_line
 from launch.settings.component_options import parse_grader_calls
-from launch.settings.logging_settings import LoggingOptions
 from tests.docs.blocks import ROOT
 
 MARKED = re.compile(
@@ -165,9 +163,8 @@ def load(module, words):
   config = command.config or 'configs/debug.py'
   if (ROOT / config).exists():  # it may be the reader's own
     keys = [word for word in words if word.startswith('--config.')]
-    sections = {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
     command = command_line.parse([f'--config={ROOT / config}', *keys])
-    command_line.load(command, sections)
+    command_line.load(command, dumps=True)
 
 
 @pytest.mark.parametrize('page', sorted({page for page, reason, *_ in FOUND if reason}))

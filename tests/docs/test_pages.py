@@ -11,7 +11,6 @@ import time
 import pytest
 
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from tests.docs.blocks import ROOT, blocks, check_make, environment, lay_out, run
 from tests.launch.runs import rows
 from tests.processes import free_port
@@ -95,7 +94,7 @@ def test_the_commands_that_need_a_checkpoint_name_what_there_is():
     module = ROOT / f'{words[2].replace(".", "/")}.py'
     assert module.exists()
     command = command_line.parse(words[3:], {'checkpoint': ''})
-    command_line.load(command, {'logging': LoggingOptions})
+    command_line.load(command)
 
 
 def test_every_page_is_in_the_navigation():

@@ -12,7 +12,6 @@ import yaml
 from launch.runtime import weight_transport
 from launch.runtime.placement import ClusterNode, plan_placement
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -69,7 +68,7 @@ def test_each_launches_a_run_that_fits(read, learners, engines, machines):
   argv = [word.replace('$CHECKPOINT', '/shared/Qwen3-0.6B') for word in argv]
   ray = ['--config.cluster.ray=true', '--config.cluster.address=head:6379']
   parsed = command_line.parse([*argv, *ray], {'workdir': ''})
-  settings = resolve_settings(command_line.load(parsed, {'logging': LoggingOptions}))
+  settings = resolve_settings(command_line.load(parsed))
   placed = plan_placement(settings, nodes)
   assert (len(placed.learners), len(placed.engines)) == (learners, engines)
   with_devices = [node for node in nodes if node.gpus or node.tpus]

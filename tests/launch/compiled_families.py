@@ -59,8 +59,7 @@ def compile_on(name: str, machine: str) -> str:
     run = cut_run(name)
     learner = planned_run.make_learner(run, planned_run.planned_mesh(run, devices))
     learner.trace(run.buckets[-1])[1]['train'].lower().compile()
-    engine = engine_decode.plan_engine(run)
-    engine_decode.trace_decode(run, engine, devices).lower().compile()
+    engine_decode.trace_decode(run, devices).lower().compile()
   except Exception as error:  # whatever a compiler raises
     return f'failed: {" ".join(str(error).split())[:300]}'
   return f'compiled in {time.monotonic() - start:.0f} s'

@@ -13,7 +13,6 @@ from launch.logging.console import Console
 from launch.logging.metric_sinks import MetricSink, MultiSink, read_metrics
 from launch.rollouts.preparation import check_run
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests import processes
 
@@ -109,7 +108,7 @@ class Recorder(MetricSink):
 def record(workdir, *options, config=VARIED):
   """Runs a job here without a command line's surroundings; what it told."""
   command = command_line.parse(argv(workdir, *options, config=config), {'workdir': ''})
-  config_dict = command_line.load(command, {'logging': LoggingOptions})
+  config_dict = command_line.load(command)
   sink = Recorder()
   workdir = pathlib.Path(workdir)
   workdir.mkdir(parents=True, exist_ok=True)

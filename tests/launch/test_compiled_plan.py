@@ -36,9 +36,8 @@ def test_every_ready_made_config_lowers_for_its_own_machine(name):
   devices = targets.target_devices(text)
   learner = planned_run.make_learner(run, planned_run.planned_mesh(run, devices))
   programs = dict(learner.trace(run.buckets[-1])[1])
-  engine = engine_decode.plan_engine(run)
   programs['decode'] = engine_decode.trace_decode(
-    engine_decode.with_layers(run, range(2)), engine, devices
+    engine_decode.with_layers(run, range(2)), devices
   )
   for one in programs.values():
     lowered = one.lower().as_text()
@@ -61,9 +60,7 @@ def test_a_step_of_decoding_moves_weights_and_cache_once(text):
   )
   target, devices = on(text)
   run = engine_decode.with_layers(run, [0])
-  compiled = engine_decode.compile_decode(
-    run, engine_decode.plan_engine(run), target, devices
-  )
+  compiled = engine_decode.compile_decode(run, target, devices)
   assert compiled.arguments <= compiled.bytes_accessed <= 1.5 * compiled.arguments
 
 
@@ -100,9 +97,7 @@ def test_an_update_compiles_with_what_saves_memory(text, name):
   run = small('--config.model.dtype=bfloat16', *sizes, *mesh, *OPTIONS[name])
   target = targets.parse_target(text)
   devices = targets.target_devices(text)[:4]
-  run_cost = cost.estimate_cost(
-    run, target, devices, engine=engine_decode.plan_engine(run)
-  )
+  run_cost = cost.estimate_cost(run, target, devices)
   assert run_cost.fits and run_cost.programs['train'].flops > 0
 
 
@@ -168,4 +163,4 @@ def test_a_plan_for_h200_counts_the_softmax_that_is_kept():
   phase = learner_factory.PhaseSpec('train', run.num_rows, 1)
   plan_of_phase = rough_memory.PhasePlan(run.settings, run.shape, mesh, phase, 'gpu')
   choice = next(plan_of_phase.candidates())
-  assert kept + tile <= rough_memory.estimate(plan_of_phase, choice, num_params=0)
+  assert kept + tile <= plan_of_phase.estimate(choice, num_params=0)

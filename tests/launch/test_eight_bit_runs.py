@@ -43,15 +43,14 @@ async def held_bytes(run):
 @pytest.mark.parametrize('engine', [INT8, FLOAT8], ids=['int8', 'float8'])
 async def test_the_planner_counts_what_the_engine_holds(engine):
   run = small(engine)
-  planned = engine_decode.plan_engine(run)
-  counted = cost.engine_memory(run, planned, 'cpu')["engine's weights"]
+  counted = cost.engine_memory(run, 'cpu')["engine's weights"]
   assert await held_bytes(run) == [counted, counted]
   plain = small()
-  full = cost.engine_memory(plain, engine_decode.plan_engine(plain), 'cpu')
+  full = cost.engine_memory(plain, 'cpu')
   assert counted < full["engine's weights"]
-  params = engine_decode.trace_decode(run, planned, jax.devices()[:1]).in_avals[0][0]
+  params = engine_decode.trace_decode(run, jax.devices()[:1]).in_avals[0][0]
   assert whole(params) == counted
-  estimate = cost.estimate_publish(run, targets.parse_target('cpu:1'), planned)
+  estimate = cost.estimate_publish(run, targets.parse_target('cpu:1'))
   form = run.settings.engine.weights_format
   assert estimate.bytes == counted and form.dtype in estimate.description
 
@@ -62,7 +61,7 @@ def test_the_planner_counts_what_is_sent():
   params = planned_run.param_shapes(learner.model)
   form = run.settings.engine.weights_format
   sent = jax.eval_shape(lambda params: eight_bit_weights.to_send(params, form), params)
-  memory = publish_memory.publishing_memory(run, learner, None)
+  memory = publish_memory.PublishMemory(run, learner).publishing()
   assert memory['rounded weights'] == whole(eight_bit_weights.parts(sent))
   assert memory['temporaries'] == 2 * whole(sent)
 

@@ -6,7 +6,6 @@ import pytest
 
 from jaxrl.options import ConfigError
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from launch.settings.validation import validate
 from tests.launch import runs
@@ -16,7 +15,7 @@ SHORT = ('--config.eval.interval=0', '--config.optimizer.lr_schedule=constant')
 
 def load(algorithm, *overrides, config=runs.DEBUG):
   command = command_line.parse([f'--config={config}:{algorithm}', *overrides], {})
-  return command_line.load(command, {'logging': LoggingOptions})
+  return command_line.load(command)
 
 
 @pytest.mark.parametrize(

@@ -26,9 +26,8 @@ def trained_on(recorder):
 
 
 def algorithm(*options, name='dapo'):
-  config = command_line.load(
-    command_line.parse([f'--config={runs.VARIED}:{name}', *options], {}), {}
-  )
+  command = command_line.parse([f'--config={runs.VARIED}:{name}', *options])
+  config = command_line.load(command)
   settings = resolve_settings(config)
   validate(settings)
   validate_training(settings)

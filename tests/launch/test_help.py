@@ -9,7 +9,6 @@ import sys
 import pytest
 
 from jaxrl.config import describe_options
-from jaxrl.data.trajectory_writers.writer import DumpOptions
 from jaxrl.options import ConfigError
 from jaxrl.rollout.rewards.judge_clients import read_api_key, validate_judge_url
 from launch import __main__ as commands
@@ -17,7 +16,6 @@ from launch import evaluate, plan, rollout, train
 from launch.logging.error_pages import PAGES, find_page, is_refusal, print_error
 from launch.settings import command_line
 from launch.settings.key_listing import COMMON_KEYS, list_keys
-from launch.settings.logging_settings import LoggingOptions
 from tests.launch import runs
 
 SETS_A_KEY = re.compile(r'  --config\.[\w.]+=')
@@ -31,9 +29,7 @@ NAMES = sorted(
 
 def listed(name, word='', *options):
   command = command_line.parse([f'--config={CONFIGS / name}', *options])
-  config = command_line.load(
-    command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
-  )
+  config = command_line.load(command, dumps=True)
   return list_keys(config, word).splitlines()
 
 
@@ -160,8 +156,10 @@ def test_an_error_that_names_a_page_itself_keeps_it(capsys):
 
 def known_keys():
   command = command_line.parse([f'--config={CONFIGS / "debug.py"}'])
-  sections = {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
-  return {'eval.sets', *command_line.dotted_keys(command_line.load(command, sections))}
+  return {
+    'eval.sets',
+    *command_line.dotted_keys(command_line.load(command, dumps=True)),
+  }
 
 
 def test_a_mistake_in_any_section_has_a_page():

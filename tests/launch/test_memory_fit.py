@@ -9,7 +9,7 @@ import pytest
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from launch.learner.learner_factory import PhaseSpec
-from launch.planning import memory_choice, memory_fit, planned_run, rough_memory
+from launch.planning import memory_choice, memory_fit, planned_run
 from launch.planning.rough_memory import PhasePlan, Room
 from launch.runtime.host_memory import read_host_memory
 from tests.launch.test_planning import small
@@ -145,7 +145,7 @@ def needs(monkeypatch, fixed, per_row, full=0.25):
     compiled.append((choice.num_micro_batches, choice.remat.name))
     share = full if choice.remat.name == 'full' else 1.0
     parts = {'parameters': fixed, 'temporaries': per_row * rows * share}
-    return memory_choice.PhaseMemory(parts, 'the update')
+    return parts, 'the update'
 
   monkeypatch.setattr(memory_choice, 'measure', measure)
   return compiled
@@ -206,10 +206,10 @@ def test_a_learner_finds_the_programs_that_were_compiled_for_the_choice():
   """And the rough estimate is above what programs need, for several shapes."""
   plan = plan_of()
   choice = next(plan.candidates())
-  measured = sum(memory_choice.measure(plan, choice).parts.values())
+  measured = sum(memory_choice.measure(plan, choice)[0].values())
   run = planned_run.PlannedRun(plan.settings, plan.shape, '')
   num_params = sum(x.size for x in jax.tree.leaves(run.policy().params))
-  assert measured < rough_memory.estimate(plan, choice, num_params) < 20 * measured
+  assert measured < plan.estimate(choice, num_params) < 20 * measured
   from jaxrl.training.monitoring import CompileCounter
 
   with CompileCounter() as counter:

@@ -10,11 +10,9 @@ import sys
 
 import pytest
 
-from jaxrl.data.trajectory_writers.writer import DumpOptions
 from launch.logging import next_steps
 from launch.settings import command_line
 from launch.settings.component_options import build_algorithm
-from launch.settings.logging_settings import LoggingOptions
 from tests.launch import runs
 from tests.marks import slow_except
 
@@ -32,21 +30,16 @@ def path(monkeypatch):
 def steps_of(algorithm, *overrides):
   argv = [f'--config={runs.DEBUG}:{algorithm}', *overrides]
   command = command_line.parse(argv, {'workdir': ''})
-  config = command_line.load(
-    command, {'logging': LoggingOptions, 'trajectory_dump': DumpOptions}
-  )
+  config = command_line.load(command, dumps=True)
   return next_steps.next_steps(command, config, WORKDIR)
 
 
 def load(line):
   """The config of a printed command, as the command itself would read it."""
   _, _, module, *argv = shlex.split(line)
-  sections = {'logging': LoggingOptions}
-  if module == 'launch.train':
-    sections['trajectory_dump'] = DumpOptions
-  else:
-    assert module == 'launch.play'
-  return command_line.load(command_line.parse(argv, {'workdir': ''}), sections)
+  assert module in ('launch.train', 'launch.play')
+  command = command_line.parse(argv, {'workdir': ''})
+  return command_line.load(command, dumps=module == 'launch.train')
 
 
 def test_another_algorithm_does_not_get_the_keys_of_this_one():

@@ -11,7 +11,7 @@ from rich.console import Console
 from jaxrl.training import compiled_steps, staleness, teacher_scoring
 from jaxrl.training.monitoring import CompileCounter
 from jaxrl.training.parallelism import parallel_microbatches
-from launch.planning import cost, engine_decode, plan_report, plan_table, targets
+from launch.planning import cost, plan_report, plan_table, targets
 from tests.benchmarks import memory
 from tests.launch import runs
 from tests.launch.test_planned_memory import built, folder, learner_of, taught
@@ -39,10 +39,10 @@ def test_the_peak_of_a_gigabyte_of_state_is_predicted_within_a_tenth():
 
 
 def planned(packing):
-  """A run, its engine, and what it costs but for its programs."""
+  """A run, and what it costs but for its programs."""
   run = small(f'--config.batch.packing={packing}')
-  engine, target = engine_decode.plan_engine(run), targets.parse_target('cpu:1')
-  return run, engine, cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
+  target = targets.parse_target('cpu:1')
+  return run, cost.estimate_cost(run, target, jax.devices()[:1])
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_plan_of_single_turns_counts_the_program_of_trees(uncompiled, share):
 
 @pytest.mark.slow
 def test_a_plan_tells_of_micro_batches_abreast(uncompiled):
-  run, _, _ = planned('first_fit(tokens=64, num_parallel=2)')
+  run, _ = planned('first_fit(tokens=64, num_parallel=2)')
   report = plan_report.make_report(
     'small.py', run, targets.parse_target('cpu:1'), jax.devices()[:1]
   )
@@ -111,8 +111,8 @@ async def compiled_by(run):
   ],
 )
 async def test_programs_of_packed_rows_are_counted(uncompiled, packing, ways):
-  run, engine, planned_cost = planned(f'{packing}, num_parallel={ways})')
-  counted = cost.count_programs(run, planned_cost, engine, plays=False)['learner']
+  run, planned_cost = planned(f'{packing}, num_parallel={ways})')
+  counted = cost.count_programs(run, planned_cost)['learner']
   assert counted == await compiled_by(run)
 
 
@@ -140,9 +140,8 @@ STALE = (
 @pytest.mark.slow
 async def test_programs_for_stale_tokens_are_counted(uncompiled):
   run, target = small(*STALE), targets.parse_target('cpu:1')
-  engine = engine_decode.plan_engine(run)
-  planned_cost = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
-  counted = cost.count_programs(run, planned_cost, engine, plays=False)['learner']
+  planned_cost = cost.estimate_cost(run, target, jax.devices()[:1])
+  counted = cost.count_programs(run, planned_cost)['learner']
   # Of each length, the mismatch by age and the mask.
   assert planned_cost.num_small_programs == 4
   assert counted == await compiled_by(run)
@@ -151,12 +150,12 @@ async def test_programs_for_stale_tokens_are_counted(uncompiled):
 async def test_a_teachers_work_is_counted(uncompiled, tmp_path):
   folder(tmp_path / 'teacher', hidden_size=48)
   run = taught(f'--config.teacher.checkpoint={tmp_path / "teacher"}')
-  engine, target = engine_decode.plan_engine(run), targets.parse_target('cpu:1')
-  planned_cost = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
+  target = targets.parse_target('cpu:1')
+  planned_cost = cost.estimate_cost(run, target, jax.devices()[:1])
   assert planned_cost.programs['teacher'].flops > 0
-  counted = cost.count_programs(run, planned_cost, engine, plays=False)['learner']
+  counted = cost.count_programs(run, planned_cost)['learner']
   assert counted == await compiled_by(run)
-  step = cost.estimate_step(run, planned_cost, target, engine, None)
+  step = cost.estimate_step(run, planned_cost, target)
   chunk = learner_of(run).teachers.chunk_rows
   rows = step.runs['teacher'] * chunk
   assert planned_cost.rows <= rows < planned_cost.rows + chunk

@@ -58,9 +58,7 @@ def learner_of(run, **mesh):
 
 
 def resident(run, **mesh):
-  return cost.resident_memory(
-    run, learner_of(run, **mesh), engine_decode.plan_engine(run)
-  )
+  return cost.resident_memory(run, learner_of(run, **mesh))
 
 
 @pytest.fixture(scope='module')
@@ -100,12 +98,11 @@ def built(name, *_, temporaries=0.0, **__):
 @pytest.mark.slow
 def test_engines_have_merged_weights_and_no_adapters(merged):
   run = small(LORA)
-  engine = engine_decode.plan_engine(run)
   assert resident(run)["engine's weights"] == whole(merged)
-  estimate = cost.estimate_publish(run, targets.parse_target('cpu:1'), engine)
+  estimate = cost.estimate_publish(run, targets.parse_target('cpu:1'))
   assert estimate.bytes == whole(merged)
   assert estimate.description == 'inprocess, bfloat16 and float32'
-  params = engine_decode.trace_decode(run, engine, jax.devices()[:1]).in_avals[0][0]
+  params = engine_decode.trace_decode(run, jax.devices()[:1]).in_avals[0][0]
   assert whole(params) == whole(merged)
 
 
@@ -113,12 +110,14 @@ def test_copies_for_engines_are_those_of_arrays(merged):
   """The merged one, and of the version before what is large enough to be kept."""
   run = small(LORA, *ON_DEVICE)
   learner = learner_of(run, data=1, fsdp=2)
-  passing = publish_memory.publishing_memory(run, learner, built('merge'))
+  passing = publish_memory.PublishMemory(run, learner).publishing(built('merge'))
   assert passing['merged weights'] == on_first(merged)
   before = DeviceDeltaSnapshot('bfloat16')
   before.snapshot(merged)
   kept = on_first([device for device, _ in before._base.values()])
-  assert publish_memory.pending_memory(run, learner) == {'version before': kept}
+  assert publish_memory.PublishMemory(run, learner).pending() == {
+    'version before': kept
+  }
   assert 0 < kept < on_first(merged) / 2
 
 
@@ -127,18 +126,14 @@ def test_publishing_may_be_what_takes_most(monkeypatch):
   monkeypatch.setattr(cost.compiled_program, 'compile_program', built)
   target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
   run = small(LORA)
-  run_cost = cost.estimate_cost(
-    run, target, devices, engine=engine_decode.plan_engine(run)
-  )
+  run_cost = cost.estimate_cost(run, target, devices)
   assert run_cost.phase == 'publish' and 'merge' in run_cost.programs
   served = whole(planned_run.served_params(run, None))
   assert run_cost.memory['merged weights'] == served
   # What the engine makes of it, beside its own.
   assert run_cost.memory['temporaries'] == served
-  count = cost.count_programs(
-    run, run_cost, engine_decode.plan_engine(run), plays=False
-  )
-  assert count == {'learner': 3}
+  count = cost.count_programs(run, run_cost)['learner']
+  assert count == 3
   report = plan_report.make_report('small.py', run, target, devices)
   out = io.StringIO()
   tables.print_report(report, Console(file=out, width=100))
@@ -148,9 +143,7 @@ def test_publishing_may_be_what_takes_most(monkeypatch):
   )
   for options in ((), (LORA,)):
     run = small(*options)
-    run_cost = cost.estimate_cost(
-      run, target, devices, engine=engine_decode.plan_engine(run)
-    )
+    run_cost = cost.estimate_cost(run, target, devices)
     assert (run_cost.phase == 'publish') == bool(options)
     assert ('merge' in run_cost.programs) == bool(options)
 
@@ -160,16 +153,15 @@ def test_adapters_that_are_sent_are_not_merged_first(monkeypatch):
   target, devices = targets.parse_target('cpu:1'), jax.devices()[:1]
   sent = LORA.replace(')', ", send='adapters')")
   run = small(sent, '--config.cluster.ray=true')
-  engine = engine_decode.plan_engine(run)
   run_cost, learner = (
-    cost.estimate_cost(run, target, devices, engine=engine),
+    cost.estimate_cost(run, target, devices),
     learner_of(run),
   )
   assert 'merge' not in run_cost.programs
-  assert publish_memory.publishing_memory(run, learner, None)['temporaries'] == whole(
-    learner.params
-  )
-  estimate = cost.estimate_publish(run, target, engine)
+  assert publish_memory.PublishMemory(run, learner).publishing()[
+    'temporaries'
+  ] == whole(learner.params)
+  estimate = cost.estimate_publish(run, target)
   assert estimate.bytes == whole(
     lora.trainable_params(run.trained_shape, learner.params)
   )
@@ -182,10 +174,10 @@ def test_a_packed_run_compiles_for_its_two_shapes(monkeypatch):
     '--config.batch.packing=first_fit(tokens=256)',
     '--config.batch.length_buckets=(8,16)',
   )
-  target, engine = targets.parse_target('cpu:1'), engine_decode.plan_engine(run)
-  run_cost = cost.estimate_cost(run, target, jax.devices()[:1], engine=engine)
-  count = cost.count_programs(run, run_cost, engine, plays=False)
-  assert run_cost.num_parallel == 1 and count == {'learner': 2 * len(run_cost.programs)}
+  target = targets.parse_target('cpu:1')
+  run_cost = cost.estimate_cost(run, target, jax.devices()[:1])
+  count = cost.count_programs(run, run_cost)['learner']
+  assert run_cost.num_parallel == 1 and count == 2 * len(run_cost.programs)
   assert len(shapes := learner_of(run).warmup_shapes) == 2
   assert {shape.pack.num_parallel for shape in shapes} == {1}
 
@@ -206,7 +198,7 @@ def test_what_a_transport_copies_first(name, options, copied, monkeypatch):
   sizes = [publish_memory._shard_size(x) for x in jax.tree.leaves(learner.params)]
   transport = WeightTransport(name, TRANSPORTS.build(ComponentCall(name, options)))
   run = dataclasses.replace(run, settings=run.settings.replace(transport=transport))
-  memory = publish_memory.publishing_memory(run, learner, None)
+  memory = publish_memory.PublishMemory(run, learner).publishing()
   assert memory == {'gradients': 0.0, 'temporaries': copied(sizes)}
 
 
@@ -216,8 +208,8 @@ def test_only_what_learns_has_gradients(monkeypatch):
 
   monkeypatch.setattr(cost.compiled_program, 'compile_program', build)
   run, target = small(LORA), targets.parse_target('cpu:1')
-  engine, devices = engine_decode.plan_engine(run), jax.devices()[:1]
-  run_cost = cost.estimate_cost(run, target, devices, engine=engine)
+  devices = jax.devices()[:1]
+  run_cost = cost.estimate_cost(run, target, devices)
   learner = learner_of(run)
   trained = whole(lora.trainable_params(learner.model.config, learner.params))
   assert 0 < trained < whole(learner.params) / 4
@@ -246,18 +238,13 @@ def test_the_cache_holds_the_experts_that_the_engine_keeps():
   cache, _ = engine._model_runner.init_state()
   assert resident(run)['cache'] == whole(cache)
   assert resident(small(EXPERTS))['cache'] == whole(cache) - whole(cache['e'])
-  traced = engine_decode.trace_decode(
-    run, engine_decode.plan_engine(run), jax.devices()[:1]
-  )
+  traced = engine_decode.trace_decode(run, jax.devices()[:1])
   assert whole(traced.in_avals[0][1]) == whole(cache)
 
 
 def test_the_cache_is_laid_out_for_the_machine():
   run = small('--config.model.dtype=bfloat16', model(head_dim=128))
-  engine = engine_decode.plan_engine(run)
-  chunks, paged = (
-    cost.engine_memory(run, engine, name)['cache'] for name in ('cpu', 'tpu')
-  )
+  chunks, paged = (cost.engine_memory(run, name)['cache'] for name in ('cpu', 'tpu'))
   assert paged == 4 * chunks  # pages are of 128 positions
 
 
@@ -348,9 +335,7 @@ def test_packed_micro_batches_shrink_by_tokens():
   sizes = [256, 128, 64, 32, 16]  # one of the longest sequences has 16
   assert texts == [f'first_fit(tokens={n}, share_prefix=False)' for n in sizes]
   for overrides in (changes[0], changes[-1]):
-    shape = learner_of(
-      suggestions.with_overrides(run, overrides)
-    )._batch_builder.batch_shape(16)
+    shape = learner_of(run.with_overrides(overrides))._batch_builder.batch_shape(16)
     assert shape.pack is not None
     assert shape.pack.rows * shape.pack.length == sizes[changes.index(overrides)]
   assert len(smaller(PACKED, data=2, fsdp=2)[1]) == len(sizes) - 2

@@ -29,7 +29,6 @@ from launch.planning import (
   plan_report,
   plan_table,
   planned_run,
-  suggestions,
   targets,
   traffic,
 )
@@ -232,7 +231,7 @@ def test_the_programs_are_the_learners():
   assert same[0] == shape
   text = {name: one.lower().as_text() for name, one in traced.items()}
   assert text == {name: one.lower().as_text() for name, one in same[1].items()}
-  held = cost.resident_memory(run, planned, engine_decode.plan_engine(run))
+  held = cost.resident_memory(run, planned)
   state = [*jax.tree.leaves(real.params)]
   assert held['parameters'] == sum(np.asarray(x).nbytes for x in state)
   assert held['optimizer state'] == 2 * held['parameters'] + 4
@@ -253,11 +252,11 @@ def test_the_programs_are_the_learners():
 )
 def test_a_layer_more_of_each_kind_tells_of_all(options, parts, numbers):
   run = small(model(**options))
-  engine, target = engine_decode.plan_engine(run), targets.parse_target('cpu:1')
+  target = targets.parse_target('cpu:1')
 
   def compiled(layers):
     traced = engine_decode.trace_decode(
-      engine_decode.with_layers(run, layers), engine, jax.devices()[:1]
+      engine_decode.with_layers(run, layers), jax.devices()[:1]
     )
     return compiled_program.compile_program('decode', traced, target)
 
@@ -274,13 +273,10 @@ def test_a_layer_more_of_each_kind_tells_of_all(options, parts, numbers):
 def test_the_nearest_change_is_compiled_and_fits():
   given = '--config.batch.num_micro_batches=1', '--config.model.remat=none'
   run, target = small(*given), targets.parse_target('cpu:1')
-  engine, devices = engine_decode.plan_engine(run), jax.devices()[:1]
-  whole = cost.estimate_cost(run, target, devices, engine=engine)
+  devices = jax.devices()[:1]
+  whole = cost.estimate_cost(run, target, devices)
   less = cost.estimate_cost(
-    suggestions.with_overrides(run, {'batch.num_micro_batches': 2}),
-    target,
-    devices,
-    engine=engine,
+    run.with_overrides({'batch.num_micro_batches': 2}), target, devices
   )
   assert less.total < whole.total
   limit = (less.total + whole.total) / 2
@@ -399,9 +395,7 @@ def test_engines_on_the_learners_devices_take_turns_with_it():
     run_cost = cost.RunCost(
       {}, 16, 16, 16, 1, {'train': plain_program()}, {}, 1.0, 'train'
     )
-    step = cost.estimate_step(
-      run, run_cost, target, engine_decode.plan_engine(run), None
-    )
+    step = cost.estimate_step(run, run_cost, target)
     assert step.overlapped == together
 
 
@@ -411,14 +405,12 @@ def plain_program():
 
 def test_devices_of_an_engine_are_those_of_all_its_stages():
   text = '--config.rollout.engine=vllm(tensor_parallel_size=2,pipeline_parallel_size=4)'
-  assert engine_decode.plan_engine(small(RAY, text)).num_devices == 8
+  assert small(RAY, text).settings.engine.num_devices == 8
 
 
 def test_prompts_of_given_buckets_are_counted():
-  one = engine_decode.plan_engine(
-    small('--config.rollout.engine=jax(prompt_buckets=(4,8))')
-  )
-  assert one.buckets == (4, 8)
+  run = small('--config.rollout.engine=jax(prompt_buckets=(4,8))')
+  assert run.prompt_buckets == (4, 8)
 
 
 def test_a_config_json_alone_is_enough(tmp_path):

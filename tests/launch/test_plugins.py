@@ -10,7 +10,6 @@ from jaxrl.options import ConfigError
 from launch.report.open_sinks import SINKS
 from launch.settings import command_line, plugins
 from launch.settings.component_kinds import KINDS, load_component
-from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests.algorithms.test_plugins import LOSSES, WHOLE
 from tests.launch import runs
@@ -235,7 +234,7 @@ def test_the_config_holds_the_full_names(lab, tmp_path):
       '--config.rollout.group_filter=reward_std + never',
     ]
   )
-  config = command_line.load(command, {'logging': LoggingOptions})
+  config = command_line.load(command)
   assert config.env.echo.env_type == f'{lab}/echo_env.py:EchoEnv'
   assert config.dataset.curriculum == f'{lab}/others.py:Backwards'
   assert config.rollout.group_filter == f'reward_std + {lab}/others.py:never'

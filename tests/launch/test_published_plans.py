@@ -6,7 +6,7 @@ import jax
 import pytest
 
 from launch import plan
-from launch.planning import engine_decode, planned_run, suggestions, targets
+from launch.planning import planned_run, targets
 from launch.planning.cost import resident_memory
 from launch.settings import command_line
 from launch.settings.resolve import resolve_settings
@@ -45,12 +45,10 @@ def test_every_size_lowers_on_its_mesh(name):
   mesh = run.settings.mesh
   fixed = mesh.tensor * mesh.expert
   sizes = mesh.as_dict() | {'data': 1, 'fsdp': 8 // fixed}
-  run = suggestions.with_overrides(
-    run, {f'mesh.{axis}': size for axis, size in sizes.items()}
-  )
+  run = run.with_overrides({f'mesh.{axis}': size for axis, size in sizes.items()})
   mesh = planned_run.planned_mesh(run, jax.devices()[:8])
   learner = planned_run.make_learner(run, mesh)
   _, traced = learner.trace(run.buckets[-1])
   assert traced['train'].lower().as_text().count('stablehlo.dot_general') >= 3
-  held = resident_memory(run, learner, engine_decode.plan_engine(run))
+  held = resident_memory(run, learner)
   assert held['optimizer state'] == pytest.approx(2 * held['parameters'], rel=1e-6)

@@ -18,6 +18,7 @@ from launch.logging.metric_sinks import (
   parse_row,
   read_metrics,
 )
+from launch.logging.workdir import read_json
 from launch.report import assets, evaluations, report_sink, samples
 from launch.report import page as report_page
 from launch.report.page import ReportData, render_page, thin_points
@@ -25,7 +26,6 @@ from launch.report.report_sink import (
   MAX_ROWS,
   MetricHistory,
   ReportSink,
-  load_samples,
   write_report,
 )
 
@@ -144,7 +144,7 @@ def test_samples_carry_the_mismatch_of_learner_and_engine(tmp_path):
   sink.close('stopped')
   first, second = (
     snap['groups'][0]['members'][0]['tokens']
-    for snap in load_samples(tmp_path / 'samples.json')
+    for snap in read_json(tmp_path / 'samples.json')
   )
   assert first[3][7] is None and first[4][7] == -0.25
   assert len(second[4]) == 7
@@ -191,7 +191,7 @@ def test_snapshots_are_bounded_and_spread():
 def test_a_resumed_run_shows_each_snapshot_once(tmp_path):
   a_run(tmp_path, steps=5, total=8, status='stopped')
   a_run(tmp_path, steps=5, total=8, start=3)
-  steps = [s['step'] for s in load_samples(tmp_path / 'samples.json')]
+  steps = [s['step'] for s in read_json(tmp_path / 'samples.json')]
   assert steps == sorted(set(steps)) and steps[0] == 0 and steps[-1] == 7
 
 

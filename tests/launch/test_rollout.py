@@ -14,7 +14,6 @@ from jaxrl.types import FAILURES
 from launch import rollout
 from launch.rollouts import dataset_rollout
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from tests.data.trajectory_writers.dumps import row
 from tests.launch import runs
 
@@ -97,7 +96,7 @@ def test_games_need_a_number(tmp_path, capsys):
 
 def prepared(tmp_path, *options, **more):
   command = command_line.parse(argv(tmp_path, *options, limit=100), {'workdir': ''})
-  config = command_line.load(command, {'logging': LoggingOptions})
+  config = command_line.load(command)
   rollout.prepare_rollout(config, **{'num_tasks': -1, 'group_size': 1, **more})
   return config
 
@@ -119,7 +118,7 @@ def test_each_mode_has_its_own_rows_and_temperature(tmp_path):
 
 def test_a_limit_of_the_data_set_does_not_limit_games(tmp_path):
   command = command_line.parse([f'--config={runs.ROOT}/configs/frozen_lake.py'])
-  config = command_line.load(command, {'logging': LoggingOptions})
+  config = command_line.load(command)
   config.dataset.limit = 10
   options = {'mode': 'train', 'group_size': 1}
   rollout.prepare_rollout(config, num_tasks=25, **options)

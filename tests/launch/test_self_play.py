@@ -14,7 +14,6 @@ from launch.report.trajectory_index import TrajectoryIndex, TrajectoryQuery
 from launch.report.trajectory_view import show_group, show_trajectory
 from launch.rollouts import opponent_models
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.launch.runtime.test_ray_runtime import same
@@ -200,9 +199,7 @@ def test_what_cannot_be_is_refused_in_one_line(tmp_path, capsys, option):
 def rows_per_sample(tmp_path, *options, config=CONFIG):
   argv = runs.argv(tmp_path, *options, config=config)
   command = command_line.parse(argv, {'workdir': ''})
-  return resolve_settings(
-    command_line.load(command, {'logging': LoggingOptions})
-  ).rows_per_sample
+  return resolve_settings(command_line.load(command)).rows_per_sample
 
 
 def test_samples_are_planned_with_a_row_for_each_player_of_the_policy(tmp_path):
@@ -233,7 +230,7 @@ def test_a_manager_of_one_player_is_refused(tmp_path, capsys):
 def test_a_model_of_an_opponent_is_not_loaded_to_be_checked(tmp_path):
   argv = runs.argv(tmp_path, config=CONFIG)
   command = command_line.parse(argv, {'workdir': ''})
-  config = command_line.load(command, {'logging': LoggingOptions})
+  config = command_line.load(command)
   settings = resolve_settings(config)
   opponent_models.validate_opponents(settings)
   config.env.kuhn.policy_role = 5

@@ -10,7 +10,6 @@ import pytest
 from launch import serve
 from launch.rollouts.preparation import load_policy
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 
@@ -22,7 +21,7 @@ def checkpoint(tmp_path):
   """A small random model's folder."""
   from jaxrl.models import huggingface
 
-  config = command_line.load(command_line.parse(SMALL), {'logging': LoggingOptions})
+  config = command_line.load(command_line.parse(SMALL))
   policy = load_policy(resolve_settings(config), tmp_path / 'made', critic=False)
   folder, shape = tmp_path / 'export', policy.model.config
   huggingface.save(folder, shape, policy.params, policy.tokenizer)

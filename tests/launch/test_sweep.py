@@ -10,7 +10,7 @@ from rich.console import Console
 
 from jaxrl.models import lora
 from jaxrl.options import ConfigError
-from launch.planning import cost, engine_decode, plan_table, sweep, targets
+from launch.planning import cost, plan_table, sweep, targets
 from launch.planning.compiled_program import bytes_per_device
 from tests.launch.test_planned_memory import (
   EXPERTS,
@@ -25,9 +25,7 @@ from tests.launch.test_planning import model, small
 
 def swept(run, target, most):
   devices = jax.devices()[: target.size]
-  return sweep.sweep_meshes(
-    run, target, devices, engine=engine_decode.plan_engine(run), max_compiles=most
-  )
+  return sweep.sweep_meshes(run, target, devices, max_compiles=most)
 
 
 def shown(mesh_sweep):

@@ -8,8 +8,7 @@ as it does so; any other uses the store's copy without copying again.
 import asyncio
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -40,6 +39,14 @@ class WeightStore(Protocol):
 
   def metrics(self) -> dict[str, float]:
     """Returns what it took to bring the newest version to the engines, `weights/…`."""
+    ...
+
+
+class CopyingEngine(Protocol):
+  """An engine with the attribute `copies_weights`."""
+
+  async def load(self, version: int, params: Params, *, copy: bool = False) -> None:
+    """Serves new weights; `params` may be donated afterwards if `copy` is set."""
     ...
 
 
@@ -114,7 +121,7 @@ class InProcessWeightStore:
     check_version_rises(version, self.version)
     if self._engines_copy:
       self._version = version
-      engines: Sequence[Any] = self._engines
+      engines = cast('tuple[CopyingEngine, ...]', self._engines)
       await asyncio.gather(*(one.load(version, params, copy=True) for one in engines))
       return
     copy = await self._device_thread.run(self._copy, params)

@@ -19,7 +19,6 @@ from launch.learner.learner_factory import (
 from launch.rollouts.preparation import load_policy
 from launch.runtime import placement, weight_transport
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from launch.settings.run_settings import WeightTransport
 from tests.launch import runs
@@ -40,7 +39,7 @@ OPTIONS = (
 
 def parsed(*options):
   command = command_line.parse(runs.argv('none', *OPTIONS, *options), {'workdir': ''})
-  return command_line.load(command, {'logging': LoggingOptions})
+  return command_line.load(command)
 
 
 async def learn(factory, folder):

@@ -12,7 +12,6 @@ from jaxrl.model_loading import random_config
 from launch import evaluate
 from launch.logging.console import Console
 from launch.settings import command_line
-from launch.settings.logging_settings import LoggingOptions
 from launch.settings.resolve import resolve_settings
 from tests.launch import runs
 from tests.launch.runtime.test_inference_job import same
@@ -65,7 +64,7 @@ def test_a_checkpoint_is_scored_by_vllm_as_by_jax(ray, tmp_path):
 
   def scored(*options):
     command = command_line.parse([f'--config={runs.VARIED}', *options], evaluate.FLAGS)
-    config = command_line.load(command, {'logging': LoggingOptions})
+    config = command_line.load(command)
     evaluate.prepare_evaluation(
       config, {**evaluate.FLAGS, 'checkpoint': f'{tmp_path}/model'}
     )

@@ -151,8 +151,7 @@ def test_the_update_and_decode_are_planned(name):
   shape, traced = learner.trace(run.buckets[-1])
   assert bool(shape.patches) == (run.shape.vision is not None)
   assert count_flops(traced['train'].jaxpr) > 1e12
-  engine = engine_decode.plan_engine(run)
   decode = engine_decode.trace_decode(
-    engine_decode.with_layers(run, range(2)), engine, jax.devices()[:1]
+    engine_decode.with_layers(run, range(2)), jax.devices()[:1]
   )
   assert count_flops(decode.jaxpr) > 1e9
