@@ -16,7 +16,7 @@ minibatch. Metrics are summed in the same way.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,8 @@ from jaxrl.training.batch_fields import (
   split_shared,
 )
 from jaxrl.training.batching.packing_plan import PackingPlan
-from jaxrl.training.train_state import StepSpec, TrainState
-from jaxrl.types import Algorithm, Array, Batch, Params
+from jaxrl.training.train_state import AlgorithmState, StepSpec, TrainState
+from jaxrl.types import Algorithm, Array, Batch, Params, PyTree
 
 # The components whose losses are added up, and the prefix of their metrics.
 LOSS_COMPONENTS = {
@@ -222,7 +222,7 @@ def _weighted_sum(x: Array, token: Array, row: Array, mask: Array) -> Array:
 
 
 def _check_not_reduced(
-  component: str, part: Callable[..., Any], loss: Array, mask: Array
+  component: str, part: Callable[..., object], loss: Array, mask: Array
 ) -> None:
   """Raises ConfigError for a reduced loss: it would count once per micro-batch."""
   if loss.shape not in (mask.shape, mask.shape[:1]):
@@ -319,7 +319,7 @@ class MinibatchContext(NamedTuple):
   fields: BatchFields
   weights: LossWeights
   shared: BatchFields
-  algorithm_state: dict[str, Any]
+  algorithm_state: AlgorithmState
 
 
 def needs_rescoring(spec: StepSpec) -> bool:
@@ -409,7 +409,7 @@ def finish_minibatch(
   grads: Params,
   sums: MetricSums,
   hparams: HParams,
-  algorithm_state: dict[str, Any],
+  algorithm_state: AlgorithmState,
 ) -> tuple[TrainState, MetricSums]:
   """Applies the optimizer and finishes the metrics.
 
@@ -463,14 +463,14 @@ def _accumulate(
   """Sums gradients and metrics over `shape` [num_micro_batches, R] of the rows."""
   split = jax.tree.map(lambda x: x.reshape(shape + x.shape[1:]), (fields, weights))
 
-  def run(micro_batch: Any) -> tuple[Params, MetricSums]:
+  def run(micro_batch: PyTree) -> tuple[Params, MetricSums]:
     constrain = lambda x: forward_pass.constrain_rows(spec, x)  # noqa: E731
     return grad_fn(*jax.tree.map(constrain, micro_batch))
 
   if spec.num_micro_batches == 1:
     return run(jax.tree.map(lambda x: x[0], split))
 
-  def add(total: Params, micro_batch: Any) -> tuple[Params, MetricSums]:
+  def add(total: Params, micro_batch: PyTree) -> tuple[Params, MetricSums]:
     grads, sums = run(micro_batch)
     return jax.tree.map(jnp.add, total, grads), sums
 
@@ -488,7 +488,7 @@ def _rescore(
 ) -> Array:
   """Computes log-probs `[N, T]` of the minibatch under the current parameters."""
 
-  def score(*inputs: Any) -> Array:
+  def score(*inputs: PyTree) -> Array:
     return forward_pass.compute_outputs(
       spec.model, params, *inputs, temperature=hparams['temperature']
     ).logprobs
