@@ -26,7 +26,7 @@ from jaxrl.models.lora import is_transfer, merge_transfer
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.engine_base import EngineRequest
-from jaxrl.types import Array, Params
+from jaxrl.types import AnyArray, Array, Params, Pixels, PyTree
 from kernels.dispatch import platform_of
 
 if TYPE_CHECKING:
@@ -57,17 +57,17 @@ class SlotState:
     drafts: What drafts are made from, a `DraftState`; None if there are none.
   """
 
-  tokens: Any
-  positions: Any
-  remaining: Any
-  token_indices: Any
-  temperature: Any
-  top_p: Any
-  top_k: Any
-  keys: Any
-  stop_ids: Any
-  position_shift: Any = None
-  drafts: Any = None
+  tokens: AnyArray
+  positions: AnyArray
+  remaining: AnyArray
+  token_indices: AnyArray
+  temperature: AnyArray
+  top_p: AnyArray
+  top_k: AnyArray
+  keys: AnyArray
+  stop_ids: AnyArray
+  position_shift: AnyArray = None
+  drafts: AnyArray = None
 
   @classmethod
   def idle(
@@ -76,7 +76,7 @@ class SlotState:
     num_stop_ids: int,
     *,
     sees_images: bool = False,
-    drafts: Any = None,
+    drafts: PyTree = None,
   ) -> 'SlotState':
     """Makes a numpy state in which every slot is idle.
 
@@ -325,7 +325,7 @@ class ModelRunner:
     params: Params,
     cache: Cache,
     prompts: Sequence[tuple[int, np.ndarray]],
-    images: Mapping[int, Sequence[Any]] | None = None,
+    images: Mapping[int, Sequence[Pixels]] | None = None,
     version: int = 0,
   ) -> Cache:
     """Computes keys and values of prompts, except for their last tokens.
@@ -365,7 +365,7 @@ class ModelRunner:
     return cache
 
   def prefill_staged(
-    self, params: Params, cache: Cache, staged: Sequence[Sequence[Any]]
+    self, params: Params, cache: Cache, staged: Sequence[Sequence[object]]
   ) -> Cache:
     """Computes prompts in blocks; see `BlockPrefill.run`."""
     return self._blocks.run(params, cache, staged, self.copy_prompts)

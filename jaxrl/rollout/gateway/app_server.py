@@ -27,7 +27,7 @@ class _ServerLogger(logging.LoggerAdapter):
     if not self._says_in_a_line(msg, args, options.get('exc_info')):
       super().debug(msg, *args, **options)
 
-  def _says_in_a_line(self, msg: object, args: Any, error: Any) -> bool:
+  def _says_in_a_line(self, msg: object, args: Any, error: object) -> bool:
     from aiohttp.http_exceptions import HttpProcessingError
     from aiohttp.web import RequestPayloadError
 
