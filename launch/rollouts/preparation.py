@@ -2,7 +2,6 @@
 
 import pathlib
 import shutil
-from typing import Any
 
 import jax
 
@@ -11,6 +10,7 @@ from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import num_players
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import Keywords
 from jaxrl.run_options import EnvOptions
 from launch.rollouts import offline_data
 from launch.settings.run_settings import RunSettings
@@ -64,7 +64,7 @@ def load_policy(
     ConfigError: For a folder that holds no model, or a run without texts.
   """
   model = settings.model
-  options: dict[str, Any] = {
+  options: Keywords = {
     **settings.compute_options,
     'value_head': critic,
     'chat': settings.chat,

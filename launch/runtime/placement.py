@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.options import ConfigError, defaults
+from jaxrl.options import ConfigError, OptionValues, defaults
 from launch.settings.cluster_settings import PLACEMENT as KEY
 from launch.settings.cluster_settings import PLACEMENTS, split
 from launch.settings.run_settings import RunSettings
@@ -52,7 +52,7 @@ class ActorResources:
   claims: Mapping[str, float] = dataclasses.field(default_factory=dict)
   devices: tuple[int, ...] = ()
   memory: float = 0.0
-  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  options: OptionValues = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,9 +154,7 @@ def plan_placement(
   return _plan_colocated(settings, counts, engine, sleep=sleep, **options)
 
 
-def _plan_cpu(
-  settings: RunSettings, name: str, options: Mapping[str, Any]
-) -> Placement:
+def _plan_cpu(settings: RunSettings, name: str, options: OptionValues) -> Placement:
   """Plans for machines without accelerators, where there is no budget to keep."""
   engines = tuple(ActorResources() for _ in range(max(1, settings.cluster.num_engines)))
   if name != 'split':
