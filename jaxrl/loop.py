@@ -23,7 +23,7 @@ from jaxrl.rollout.queue.group_pipeline import StopRequested
 from jaxrl.types import Group, Params, Value
 
 Metrics = dict[str, float]
-Workers = list[asyncio.Task]  # the tasks that play episodes
+Workers = list[asyncio.Task[int]]  # the tasks that play episodes
 DRAIN_TIMEOUT_S = 10.0  # for groups to arrive after the last worker has ended
 STOP_POLL_S = 0.2  # until work that takes long notices that the run should end
 
@@ -84,7 +84,7 @@ async def train(
   hooks: Hooks,
   *,
   num_steps: int,
-  workers: Iterable[asyncio.Task] = (),
+  workers: Iterable[asyncio.Task[int]] = (),
 ) -> bool:
   """Trains from `learner.step` to `num_steps`.
 

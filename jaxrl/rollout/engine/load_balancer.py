@@ -42,7 +42,7 @@ class RoutedRequest:
   attempt: int = 0
   num_waiters: int = 0
   is_aborted: bool = False
-  task: asyncio.Task | None = None
+  task: asyncio.Task[Completion] | None = None
 
   @property
   def group_key(self) -> str:

@@ -91,9 +91,9 @@ class EngineRouter:
     self._requests: dict[str, RoutedRequest] = {}
     self._changed = asyncio.Event()  # replaced each time that something changes
     self._is_paused = False
-    self._poll_task: asyncio.Task | None = None
+    self._poll_task: asyncio.Task[None] | None = None
     self._polled_engines: set[int] = set()  # engines that have not answered yet
-    self._background_tasks: set[asyncio.Task] = set()
+    self._background_tasks: set[asyncio.Task[None]] = set()
     self._counts: Counter[str] = Counter()
 
   @property

@@ -168,7 +168,7 @@ class GroupQueue:
     self._results = GroupResults()
     self._leases: dict[tuple[int, int], int] = {}  # (group_id, env_id) → group number
     self._pending: dict[tuple[int, int], object] = {}  # the latest request of each env
-    self._waiters: dict[int, list[asyncio.Future]] = defaultdict(list)  # by group_id
+    self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)  # by group
     self._changed = asyncio.Event()  # something that `get_batch` waits for
     self._cancellations = CancellationLog()
     self._closed = False
@@ -396,7 +396,7 @@ class GroupQueue:
       The number of leases that were past their deadline.
     """
     now = self._clock()
-    overdue = []
+    overdue: list[tuple[int, int]] = []
     for (group_id, env_id), number in self._leases.items():  # oldest lease first
       _, deadline = self._active[number].leases[env_id]
       if deadline > now:
