@@ -9,7 +9,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, Keywords
 
 _CALL = re.compile(r'\s*([\w.:/\-~]+)\s*(\(.*\))?\s*', re.DOTALL)
 
@@ -64,7 +64,7 @@ class ComponentCall:
     """Returns the calls that a text describes, as `parse_calls` reads it."""
     return parse_calls(text)
 
-  def with_options(self, **options: Any) -> 'ComponentCall':
+  def with_options(self, **options: object) -> 'ComponentCall':
     """Returns the call with some options added or replaced.
 
     Args:
@@ -99,7 +99,7 @@ def parse_call(text: str) -> ComponentCall:
     raise ConfigError(f'cannot read {text!r}: write name(option=value, …)')
   if call.args or any(keyword.arg is None for keyword in call.keywords):
     raise ConfigError(f'{text!r}: options go by name, as in {name}(option=value)')
-  options: dict[str, Any] = {}
+  options: Keywords = {}
   for keyword in call.keywords:
     if keyword.arg in options:
       raise ConfigError(f'cannot read {text!r}: {keyword.arg!r} is given twice')

@@ -5,12 +5,14 @@ What names a component is looked up in its table: a name of the table, a user's 
 """
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Generic, TypeVar
 
 from jaxrl.component_calls import ComponentCall
 from jaxrl.options import (
   ConfigError,
+  Configurable,
+  Keywords,
   check_options,
   error_prefix,
   unknown_name_error,
@@ -20,8 +22,8 @@ from jaxrl.user_code import import_object
 
 # What names a component: a call; the function or class itself, also as a
 # `functools.partial` with options; or the name of a component without options.
-Component = ComponentCall | Callable[..., Any] | str
-T = TypeVar('T', bound=Callable[..., Any] | str)
+Component = ComponentCall | Configurable | str
+T = TypeVar('T', bound=Configurable | str)
 
 
 class ComponentTable(Mapping[str, T], Generic[T]):
@@ -64,7 +66,7 @@ class ComponentTable(Mapping[str, T], Generic[T]):
 
   def find(
     self, component: Component, where: str = ''
-  ) -> tuple[str, Callable[..., Any], dict[str, Any]]:
+  ) -> tuple[str, Configurable, Keywords]:
     """Finds the function or class of a component, and checks its options.
 
     Args:
@@ -86,7 +88,7 @@ class ComponentTable(Mapping[str, T], Generic[T]):
       options = dict(as_call(component).options)
       if name not in self and ':' not in name:
         raise unknown_name_error(name, self, self.what, where or self.option)
-      target: Callable[..., Any] | str = self._components.get(name, name)
+      target: Configurable | str = self._components.get(name, name)
       function = import_object(target, where) if isinstance(target, str) else target
     where = where or f'{self.what} {name!r}'
     if self._base and isinstance(function, type):
@@ -101,7 +103,7 @@ class ComponentTable(Mapping[str, T], Generic[T]):
     return name, function, options
 
   def build(
-    self, component: Component, *arguments: Any, where: str = '', **keywords: Any
+    self, component: Component, *arguments: object, where: str = '', **keywords: object
   ) -> Any:
     """Calls a component with its options.
 
@@ -124,7 +126,7 @@ class ComponentTable(Mapping[str, T], Generic[T]):
 
   def calls(
     self, components: Sequence[Component] | Component
-  ) -> list[tuple[str, dict[str, Any]]]:
+  ) -> list[tuple[str, Keywords]]:
     """Returns the names and options of components that are given by name.
 
     Other processes run these, so that each has to be found again by its name.
@@ -157,7 +159,7 @@ def as_call(component: Component) -> ComponentCall:
   return ComponentCall(component_name(component), _own_options(component))
 
 
-def _own_options(component: Component) -> dict[str, Any]:
+def _own_options(component: Component) -> Keywords:
   """Returns the options of a component that is not a call."""
   is_partial = isinstance(component, functools.partial)
   return dict(component.keywords) if is_partial else {}

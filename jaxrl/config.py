@@ -17,10 +17,12 @@ from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import join_calls
 from jaxrl.options import (
   ConfigError,
+  Configurable,
   Definition,
   Kind,
   OptionError,
   Options,
+  OptionValues,
   defaults,
   descriptions,
   field_kinds,
@@ -77,7 +79,7 @@ OptionsType = TypeVar('OptionsType', bound=Options)
 
 
 def from_config(
-  cls: type[OptionsType], config: Mapping[str, Any], key: str = ''
+  cls: type[OptionsType], config: OptionValues, key: str = ''
 ) -> OptionsType:
   """Returns a section of a config as options.
 
@@ -123,7 +125,7 @@ def _option_value(kind: Kind, value: Any, key: str) -> Any:
 
 
 def make_section(
-  fn: Callable[..., Any], values: Mapping[str, Any] | None = None, **overrides: Any
+  fn: Configurable, values: OptionValues | None = None, **overrides: object
 ) -> ConfigDict:
   """Makes a section from the keyword-only options of a function or class.
 
@@ -150,7 +152,7 @@ def make_section(
   return config
 
 
-def update_section(config: ConfigDict, values: Mapping[str, Any], where: str) -> None:
+def update_section(config: ConfigDict, values: OptionValues, where: str) -> None:
   """Sets keys of a section, and of the sections in it.
 
   Args:
@@ -194,7 +196,7 @@ _ENTRY = re.compile(r'^( +)\*{0,2}(\w+)(?: \([^)]*\))?: +(.*)$')
 _SECTION = re.compile(r'^( *)(Args|Attributes|Keyword Args):$')
 
 
-def describe_options(fn: Callable[..., Any]) -> dict[str, str]:
+def describe_options(fn: Configurable) -> dict[str, str]:
   """Reads what a Google-style docstring says about each parameter.
 
   Args:
@@ -245,7 +247,7 @@ def _first_sentence(text: str) -> str:
   return text[:1].upper() + text[1:] + '.'
 
 
-def option_types(source: Callable[..., Any]) -> dict[str, Any]:
+def option_types(source: Configurable) -> dict[str, Any]:
   """Returns annotations by parameter name; none where they cannot be evaluated.
 
   Args:

@@ -17,12 +17,13 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import Awaitable, Callable, Iterable
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxrl.rollout.queue.group_pipeline import StopRequested
-from jaxrl.types import Group
+from jaxrl.types import Group, Params, Value
 
 Metrics = dict[str, float]
+Workers = list[asyncio.Task[int]]  # the tasks that play episodes
 DRAIN_TIMEOUT_S = 10.0  # for groups to arrive after the last worker has ended
 STOP_POLL_S = 0.2  # until work that takes long notices that the run should end
 
@@ -37,7 +38,7 @@ class TrainsOnGroups(Protocol):
   step: int
 
   @property
-  def params(self) -> Any:
+  def params(self) -> Params:
     """Returns the newest parameters."""
     ...
 
@@ -83,7 +84,7 @@ async def train(
   hooks: Hooks,
   *,
   num_steps: int,
-  workers: Iterable[asyncio.Task] = (),
+  workers: Iterable[asyncio.Task[int]] = (),
 ) -> bool:
   """Trains from `learner.step` to `num_steps`.
 
@@ -127,7 +128,7 @@ async def train(
   return True
 
 
-async def await_or_fail(awaitable: Awaitable[Any], workers: list[asyncio.Task]) -> Any:
+async def await_or_fail(awaitable: Awaitable[Value], workers: Workers) -> Value:
   """Awaits something, but raises the error of any worker that fails.
 
   Args:
@@ -151,8 +152,8 @@ async def await_or_fail(awaitable: Awaitable[Any], workers: list[asyncio.Task]) 
 
 
 async def await_unless_stopped(
-  awaitable: Awaitable[Any], stop: Callable[[], bool]
-) -> Any:
+  awaitable: Awaitable[Value], stop: Callable[[], bool]
+) -> Value:
   """Awaits something that may take minutes, unless the user asks to stop.
 
   Args:
@@ -179,9 +180,7 @@ async def await_unless_stopped(
         await task
 
 
-async def await_groups(
-  groups: Awaitable[list[Group]], workers: list[asyncio.Task]
-) -> Any:
+async def await_groups(groups: Awaitable[list[Group]], workers: Workers) -> list[Group]:
   """Awaits the groups of a step.
 
   Args:
@@ -213,7 +212,7 @@ async def await_groups(
     all_ended.cancel()
 
 
-async def _wait_all_ended(workers: list[asyncio.Task]) -> None:
+async def _wait_all_ended(workers: Workers) -> None:
   """Returns when all workers have ended; never if there are none."""
   if not workers:
     await asyncio.Event().wait()

@@ -28,6 +28,7 @@ from jaxrl.models.remat import RematPolicy
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import (
   ConfigError,
+  Keywords,
   check_options,
   defaults,
   error_prefix,
@@ -118,7 +119,7 @@ def random_config(
     )
 
 
-def _family(family: Component) -> tuple[str, dict[str, Any]]:
+def _family(family: Component) -> tuple[str, Keywords]:
   """Returns the name of a family, and the config fields that its options set."""
   call = as_call(family)
   name, where = call.name, f'model.random={call}'

@@ -23,14 +23,18 @@ from typing import Any, NamedTuple, TypeGuard, TypeVar
 # An error lists at most so many names, and of more only those most like what was given.
 MAX_LISTED = 60
 NUM_CLOSEST = 8
-Definition = TypeVar('Definition', bound=Callable[..., Any])
+JsonObject = dict[str, Any]  # of JSON, YAML or TOML, as Python reads it
+OptionValues = Mapping[str, Any]  # by the options' names
+Keywords = dict[str, Any]  # arguments of a call, by name
+Configurable = Callable[..., Any]  # its keyword-only parameters are options
+Definition = TypeVar('Definition', bound=Configurable)
 
 
 class ConfigError(ValueError):
   """A setting is wrong; the message says which, where, and what would be right."""
 
 
-def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
+def unwrap(fn: Configurable) -> Configurable:
   """Returns the plain function under any layers of `functools.partial`.
 
   Args:
@@ -41,7 +45,7 @@ def unwrap(fn: Callable[..., Any]) -> Callable[..., Any]:
   return fn
 
 
-def _options(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+def _options(fn: Configurable) -> dict[str, inspect.Parameter]:
   """Returns the keyword-only parameters of `fn` by name, without private ones.
 
   Private parameters are not options: Ray adds one to the signature of the methods of
@@ -54,7 +58,7 @@ def _options(fn: Callable[..., Any]) -> dict[str, inspect.Parameter]:
   }
 
 
-def defaults(fn: Callable[..., Any]) -> dict[str, Any]:
+def defaults(fn: Configurable) -> dict[str, Any]:
   """Returns the keyword-only parameters that have a default, in order.
 
   Args:
@@ -164,7 +168,7 @@ def option_ranges(
   return attach
 
 
-def declared_ranges(fn: Callable[..., Any]) -> Mapping[str, Range]:
+def declared_ranges(fn: Configurable) -> Mapping[str, Range]:
   """Returns the ranges that a function or class declares, by option.
 
   The fields of an `Options` class declare their own. Any other derived class, whose
@@ -177,7 +181,7 @@ def declared_ranges(fn: Callable[..., Any]) -> Mapping[str, Range]:
 
 
 def find_out_of_range(
-  options: Mapping[str, Any], ranges: Mapping[str, Range | None]
+  options: OptionValues, ranges: Mapping[str, Range | None]
 ) -> tuple[str, Range] | None:
   """Returns the first option that is out of range, and its range; None if all fit.
 
@@ -192,9 +196,7 @@ def find_out_of_range(
   return None
 
 
-def _check_ranges(
-  fn: Callable[..., Any], options: Mapping[str, Any], where: str
-) -> None:
+def _check_ranges(fn: Configurable, options: OptionValues, where: str) -> None:
   if violation := find_out_of_range(options, declared_ranges(fn)):
     name, allowed = violation
     raise ConfigError(f'{where}: {name}={options[name]} {allowed}')
@@ -206,7 +208,7 @@ def _check_ranges(
       raise ConfigError(f'{where}: {low}={least} must be at most {high}={most}')
 
 
-def _is_number(value: Any) -> TypeGuard[float]:
+def _is_number(value: object) -> TypeGuard[float]:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
 
@@ -251,9 +253,7 @@ def check_callable(fn: Any, where: str, wanted: str = 'a class or function') -> 
     raise ConfigError(f'{where}: is {fn!r:.99}, not {wanted}') from error
 
 
-def check_options(
-  fn: Callable[..., Any], options: Mapping[str, Any], where: str
-) -> None:
+def check_options(fn: Configurable, options: OptionValues, where: str) -> None:
   """Checks that a function has the given options, and their values.
 
   Names are checked against the keyword-only parameters; values against the type of the
@@ -278,7 +278,7 @@ def check_options(
   _check_ranges(fn, options, where)
 
 
-def _parameter_problem(parameter: inspect.Parameter, value: Any) -> str:
+def _parameter_problem(parameter: inspect.Parameter, value: object) -> str:
   """Says why a parameter cannot have a value; '' if it can."""
   annotation, default = parameter.annotation, parameter.default
   if value is None:
@@ -298,7 +298,7 @@ def _parameter_kind(parameter: inspect.Parameter) -> 'Kind':
   return kind
 
 
-def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
+def wanted_type(fn: Configurable, option: str) -> type | None:
   """Returns the type that an option must have.
 
   Args:
@@ -313,7 +313,7 @@ def wanted_type(fn: Callable[..., Any], option: str) -> type | None:
   return wanted[0] if wanted else None
 
 
-def _fits(value: Any, wanted: type) -> bool:
+def _fits(value: object, wanted: type) -> bool:
   if wanted is float:
     return _is_number(value)
   if wanted is int:
@@ -341,7 +341,7 @@ class OptionError(ConfigError):
     problem: What is wrong with it.
   """
 
-  def __init__(self, option: str, value: Any, problem: str):
+  def __init__(self, option: str, value: object, problem: str):
     super().__init__(f'{option}={value}: {problem}')
     self.option, self.value, self.problem = option, value, problem
 
@@ -373,7 +373,7 @@ class Kind(NamedTuple):
 
 
 def option(
-  default: Any,
+  default: object,
   doc: str,
   *,
   low: float = -math.inf,
@@ -405,7 +405,7 @@ def option(
   return dataclasses.field(default=default, metadata=metadata)
 
 
-def section(cls: 'type[Options]', doc: str = '', **overrides: Any) -> Any:
+def section(cls: 'type[Options]', doc: str = '', **overrides: object) -> Any:
   """Declares a field that holds options of their own.
 
   Args:
@@ -434,7 +434,7 @@ class Options:
       if read is not value:
         object.__setattr__(self, field.name, read)
 
-  def replace(self, **changes: Any) -> typing.Self:
+  def replace(self, **changes: object) -> typing.Self:
     """Returns the options with some of them changed.
 
     Args:
@@ -447,7 +447,7 @@ class Options:
     return {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
 
 
-def _read(field: dataclasses.Field[Any], kind: Kind, value: Any) -> Any:
+def _read(field: dataclasses.Field[Any], kind: Kind, value: object) -> Any:
   """Returns a field's value, with calls in place of their texts."""
   name = field.name
   read = field.metadata.get('read')
@@ -471,7 +471,7 @@ def _read(field: dataclasses.Field[Any], kind: Kind, value: Any) -> Any:
   return value
 
 
-def _problem(kind: Kind, value: Any, choices: Sequence[Any] = ()) -> str:
+def _problem(kind: Kind, value: object, choices: Sequence[object] = ()) -> str:
   """Says why an option cannot have a value; '' if it can."""
   if (choices := choices or kind.choices) and value not in choices:
     names = [str(choice) or "''" for choice in choices]
@@ -507,13 +507,13 @@ def field_kinds(cls: type[Options]) -> Mapping[str, Kind]:
   }
 
 
-def _members(annotation: Any) -> list[Any]:
+def _members(annotation: object) -> list[Any]:
   """Returns the types that a union allows; one alone for any other annotation."""
   is_union = typing.get_origin(annotation) in (typing.Union, types.UnionType)
   return list(typing.get_args(annotation)) if is_union else [annotation]
 
 
-def value_kind(hint: Any) -> Kind:
+def value_kind(hint: object) -> Kind:
   """Returns how the values of an option are read.
 
   Args:

@@ -21,6 +21,7 @@ from jaxrl.models.lora import ADAPTER_KINDS, Lora
 from jaxrl.models.model_config import TOWER_TRAINING, ModelConfig
 from jaxrl.options import (
   ConfigError,
+  Keywords,
   OptionError,
   Options,
   error_prefix,
@@ -280,7 +281,7 @@ class RolloutOptions(QueueOptions, SamplingOptions):
     return limit
 
   @property
-  def sampling(self) -> dict[str, Any]:
+  def sampling(self) -> Keywords:
     """Options of an env manager that say how tokens are sampled."""
     return {field.name: getattr(self, field.name) for field in _SAMPLING_FIELDS}
 
@@ -346,7 +347,7 @@ class TagDatasetOptions(Options):
   curriculum: ComponentCall | None = option(None, 'Which rows are drawn.')
 
   @property
-  def task_options(self) -> dict[str, Any]:
+  def task_options(self) -> Keywords:
     """Options of `GlobalDataset`, beside the path, where nothing is left open."""
     return {
       **{name: getattr(self, name) for name in ('split', 'limit', 'curriculum')},
@@ -381,7 +382,7 @@ class EnvOptions(EpisodeOptions, ReplayOptions, OpponentOptions):
   )
 
   @property
-  def episode(self) -> dict[str, Any]:
+  def episode(self) -> Keywords:
     """The options of `EpisodeOptions` by name."""
     fields = dataclasses.fields(EpisodeOptions)
     return {field.name: getattr(self, field.name) for field in fields}
@@ -589,7 +590,7 @@ class RunOptions(Options):
   cluster: ClusterOptions = section(ClusterOptions, 'Processes and devices.')
 
   @property
-  def compute_options(self) -> dict[str, Any]:
+  def compute_options(self) -> Keywords:
     """Options of `TransformerLM` that say how it computes."""
     return {
       'dtype': self.model.dtype,

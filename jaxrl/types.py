@@ -6,6 +6,7 @@ turns hidden states into `PolicyOutputs` shifts.
 """
 
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -13,10 +14,13 @@ import jax
 import numpy as np
 
 from jaxrl.component_calls import parse_call
-from jaxrl.component_table import Component, as_call, as_calls
+from jaxrl.component_table import Component, Configurable, as_call, as_calls
 
 Array = jax.Array
-Params = Any  # a pytree of arrays: nested dicts keyed by name
+AnyArray = Any  # numpy's or JAX's, one that is traced, or the shape of one
+PyTree = Any  # arrays in nested dicts, lists and tuples
+Params = PyTree  # of a model: nested dicts keyed by name
+StateDict = dict[str, Any]  # what a checkpoint keeps of an object, beside arrays
 Message = dict[str, Any]  # {'role': …, 'content': …}, as chat templates take it
 
 # Why an episode ended. Those after 'max_steps' mark trajectories unfit for training.
@@ -151,15 +155,38 @@ class TaskSource(Protocol):
     ...
 
 
-class RolloutEngine(Protocol):
-  """Generates tokens. One request is one sequence; requests are independent."""
+class Pixels(Protocol):
+  """An image, such as `jaxrl.data.images.Image`."""
+
+  @functools.cached_property
+  def digest(self) -> str:
+    """Returns a name of its contents."""
+    ...
+
+  @property
+  def width(self) -> int:
+    """Returns the pixels of a row."""
+    ...
+
+  @property
+  def height(self) -> int:
+    """Returns the pixels of a column."""
+    ...
+
+  def array(self) -> np.ndarray:
+    """Returns the pixels, uint8 `[H, W, 3]`."""
+    ...
+
+
+class TokenGenerator(Protocol):
+  """Generates tokens: an engine, or a router to several of them."""
 
   async def generate(
     self,
     request_id: str,
     token_ids: Sequence[int],
     sampling: SamplingParams,
-    images: Sequence[Any] = (),
+    images: Sequence[Pixels] = (),
   ) -> Completion:
     """Completes a prompt.
 
@@ -176,6 +203,29 @@ class RolloutEngine(Protocol):
       PromptTooLongError: If the prompt does not fit.
     """
     ...
+
+  async def abort(self, request_id: str) -> None:
+    """Ends a request with finish_reason 'abort'.
+
+    Args:
+      request_id: Unknown ids are ignored.
+    """
+    ...
+
+  async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
+    """Returns what requests have generated so far.
+
+    Args:
+      request_ids: The requests.
+
+    Returns:
+      A partial completion for each of them that is being served.
+    """
+    ...
+
+
+class RolloutEngine(TokenGenerator, Protocol):
+  """An engine. One request is one sequence; requests are independent."""
 
   async def load(self, version: int, params: Params) -> None:
     """Serves new weights from the next decode step on.
@@ -196,25 +246,6 @@ class RolloutEngine(Protocol):
 
   async def resume(self) -> None:
     """Continues after `pause` or `drain`."""
-    ...
-
-  async def abort(self, request_id: str) -> None:
-    """Ends a request with finish_reason 'abort'.
-
-    Args:
-      request_id: Unknown ids are ignored.
-    """
-    ...
-
-  async def progress(self, request_ids: Sequence[str]) -> dict[str, Completion]:
-    """Returns what requests have generated so far.
-
-    Args:
-      request_ids: The requests.
-
-    Returns:
-      A partial completion for each of them that is being served.
-    """
     ...
 
 
@@ -339,40 +370,40 @@ class Batch:
     extras: Anything else.
   """
 
-  tokens: Any
-  segment_ids: Any
-  action_mask: Any
-  rollout_logprobs: Any
-  rewards: Any
-  group_ids: Any
-  episode_ids: Any
-  turn_ids: Any
-  weights_version: Any = None
-  old_logprobs: Any = None
-  ref_logprobs: Any = None
-  teacher_logprobs: Any = None
-  teacher_topk_ids: Any = None
-  teacher_topk_logprobs: Any = None
-  teacher_mask: Any = None
-  values: Any = None
-  advantages: Any = None
-  returns: Any = None
-  expert_mask: Any = None
-  greedy_mask: Any = None
-  loss_weights: Any = None
-  pair_ids: Any = None
-  state_hash: Any = None
-  role_ids: Any = None
-  reward_terms: Any = None
-  reward_weights: Any = None
-  step_ends: Any = None
-  routed_experts: Any = None
-  image_features: Any = None
-  image_positions: Any = None
-  patch_rows: Any = None
-  extras: Any = None
+  tokens: AnyArray
+  segment_ids: AnyArray
+  action_mask: AnyArray
+  rollout_logprobs: AnyArray
+  rewards: AnyArray
+  group_ids: AnyArray
+  episode_ids: AnyArray
+  turn_ids: AnyArray
+  weights_version: AnyArray = None
+  old_logprobs: AnyArray = None
+  ref_logprobs: AnyArray = None
+  teacher_logprobs: AnyArray = None
+  teacher_topk_ids: AnyArray = None
+  teacher_topk_logprobs: AnyArray = None
+  teacher_mask: AnyArray = None
+  values: AnyArray = None
+  advantages: AnyArray = None
+  returns: AnyArray = None
+  expert_mask: AnyArray = None
+  greedy_mask: AnyArray = None
+  loss_weights: AnyArray = None
+  pair_ids: AnyArray = None
+  state_hash: AnyArray = None
+  role_ids: AnyArray = None
+  reward_terms: AnyArray = None
+  reward_weights: AnyArray = None
+  step_ends: AnyArray = None
+  routed_experts: AnyArray = None
+  image_features: AnyArray = None
+  image_positions: AnyArray = None
+  patch_rows: PyTree = None
+  extras: PyTree = None
 
-  def replace(self, **columns: Any) -> 'Batch':
+  def replace(self, **columns: PyTree) -> 'Batch':
     """Returns the batch with some fields replaced.
 
     Args:
@@ -395,8 +426,8 @@ class TokenTree:
     ends: `[R, L]` int32, column behind a token's last descendant.
   """
 
-  previous: Any
-  ends: Any
+  previous: AnyArray
+  ends: AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -421,11 +452,11 @@ class PackedRows:
     tree: The tree of the tokens; None if sequences share prompts or nothing.
   """
 
-  origin: Any
-  segment_ids: Any
-  prefix_ids: Any
-  positions: Any
-  place: Any
+  origin: AnyArray
+  segment_ids: AnyArray
+  prefix_ids: AnyArray
+  positions: AnyArray
+  place: AnyArray
   tree: TokenTree | None = None
 
 
@@ -444,13 +475,13 @@ class PolicyOutputs:
     topk_ids: `[B, T, K]` int32, those tokens, where the model found them.
   """
 
-  logprobs: Any
-  entropy: Any = None
-  values: Any = None
-  nec: Any = None
-  sum_pi_squared: Any = None
-  topk_logprobs: Any = None
-  topk_ids: Any = None
+  logprobs: AnyArray
+  entropy: AnyArray = None
+  values: AnyArray = None
+  nec: AnyArray = None
+  sum_pi_squared: AnyArray = None
+  topk_logprobs: AnyArray = None
+  topk_ids: AnyArray = None
 
 
 @jax.tree_util.register_dataclass
@@ -467,11 +498,11 @@ class Advantages:
       was given.
   """
 
-  advantages: Any
-  returns: Any = None
-  keep: Any = None
-  metrics: dict[str, Any] = dataclasses.field(default_factory=dict)
-  state: Any = None
+  advantages: AnyArray
+  returns: AnyArray = None
+  keep: AnyArray = None
+  metrics: dict[str, Array] = dataclasses.field(default_factory=dict)
+  state: PyTree = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -538,14 +569,14 @@ class Algorithm:
       say.
   """
 
-  policy_loss: Callable[..., Any]
+  policy_loss: Configurable
   advantage: Callable[..., Advantages] | None = None
-  kl_loss: Callable[..., Any] | None = None
-  kl_penalty: Callable[..., Any] | None = None
-  entropy_loss: Callable[..., Any] | None = None
-  value_loss: Callable[..., Any] | None = None
-  correction: Callable[..., Any] | None = None
-  kl_controller: Callable[..., Any] | None = None
+  kl_loss: Configurable | None = None
+  kl_penalty: Configurable | None = None
+  entropy_loss: Configurable | None = None
+  value_loss: Configurable | None = None
+  correction: Configurable | None = None
+  kl_controller: Configurable | None = None
   aggregation: Component = 'token_mean'
   old_logprobs_source: str = 'rollout'
   group_size: int = 1
@@ -555,8 +586,8 @@ class Algorithm:
   data_format: str = 'rollout'
   batch_unit: str = 'row'
   critic_warmup: int = 0
-  prepare: Callable[..., Any] | None = None
-  init_state: Callable[[], Any] | None = None
+  prepare: Configurable | None = None
+  init_state: Callable[[], PyTree] | None = None
   self_teacher: SelfTeacher | None = None
   provenance: str = dataclasses.field(default='', compare=False)
 

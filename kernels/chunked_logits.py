@@ -10,10 +10,12 @@ of the whole table is as large as the logits of several thousand positions.
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+
+from kernels.dispatch import PyTree
 
 T = TypeVar('T')
 
@@ -146,20 +148,20 @@ class ChunkScoring(NamedTuple):
     entries: As in `score_in_chunks`.
   """
 
-  score: Callable[..., Any]
+  score: Callable[..., PyTree]
   size: int
   entries: int | None
 
 
 def score_in_chunks(
-  score: Callable[..., Any],
+  score: Callable[..., PyTree],
   pairs: tuple[tuple[jax.Array, jax.Array], ...],
-  inputs: Any = (),
-  shared: Any = (),
+  inputs: PyTree = (),
+  shared: PyTree = (),
   *,
   max_rows: int,
   entries: int | None = VOCAB_BLOCK,
-) -> Any:
+) -> PyTree:
   """Scores all positions, at most `max_rows` at a time.
 
   A chunk has at least one position of every row. The function is differentiable in
@@ -197,7 +199,7 @@ def _logits(states: jax.Array, table: jax.Array, entries: int | None) -> jax.Arr
     return new if logits is None else block.put(logits, new, 1)
 
   size = _at_once(states, table, entries)
-  start: Any = None if size == vocab else jnp.zeros((len(rows), vocab), jnp.float32)
+  start: PyTree = None if size == vocab else jnp.zeros((len(rows), vocab), jnp.float32)
   return scan_blocks(add, start, vocab, size).reshape(*states.shape[:2], -1)
 
 
@@ -218,7 +220,7 @@ def _part(table: jax.Array, block: AxisBlock, dtype: jnp.dtype) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked(of: ChunkScoring, pairs: Any, inputs: Any, shared: Any) -> Any:
+def _chunked(of: ChunkScoring, pairs: PyTree, inputs: PyTree, shared: PyTree) -> PyTree:
   length = pairs[0][0].shape[1]
 
   def score(chunk):
@@ -235,7 +237,7 @@ def _chunked(of: ChunkScoring, pairs: Any, inputs: Any, shared: Any) -> Any:
   return scan_blocks(step, jax.tree.map(whole, shapes), length, of.size)
 
 
-def _forward(of: ChunkScoring, *primals: Any) -> Any:
+def _forward(of: ChunkScoring, *primals: PyTree) -> PyTree:
   values = jax.tree.map(lambda x: x.value, primals, is_leaf=_is_primal)
   learns = jax.tree.map(lambda x: x.perturbed, primals[0], is_leaf=_is_primal)
   # A Python bool would be traced as an array; the structure of a tree stays static.
@@ -243,11 +245,11 @@ def _forward(of: ChunkScoring, *primals: Any) -> Any:
   return _chunked(of, *values), (values, needs_gradient)
 
 
-def _is_primal(x: Any) -> bool:
+def _is_primal(x: object) -> bool:
   return hasattr(x, 'perturbed')
 
 
-def _backward(of: ChunkScoring, rest: Any, by: Any) -> Any:
+def _backward(of: ChunkScoring, rest: PyTree, by: PyTree) -> PyTree:
   """Computes only the gradients that are needed.
 
   States and tables that are not differentiated get no gradient, and outputs whose
@@ -297,7 +299,7 @@ def _backward(of: ChunkScoring, rest: Any, by: Any) -> Any:
   return of_pairs, None, of_shared
 
 
-def _is_zero(x: Any) -> bool:
+def _is_zero(x: object) -> bool:
   return isinstance(x, jax.custom_derivatives.SymbolicZero)
 
 
@@ -325,7 +327,7 @@ def _of_states(
     return new if total is None else total + new
 
   size = _at_once(states, table, entries)
-  start: Any = None if size == vocab else jnp.zeros((len(d), width), jnp.float32)
+  start: PyTree = None if size == vocab else jnp.zeros((len(d), width), jnp.float32)
   grad = scan_blocks(add, start, vocab, size)
   return grad.reshape(states.shape).astype(states.dtype)
 

@@ -204,7 +204,7 @@ def _forward(
 ) -> tuple[jax.Array, tuple]:
   library = cudnn_attention.library()
 
-  def run(spans: Spans, mask_type: Any) -> tuple[jax.Array, jax.Array]:
+  def run(spans: Spans, mask_type: object) -> tuple[jax.Array, jax.Array]:
     out, stats = library.dot_product_attention(
       query=q,
       key=k,
@@ -273,7 +273,7 @@ def _gradients(
   slope: jax.Array,
   *,
   scale: float,
-  mask_type: Any,
+  mask_type: object,
 ) -> tuple[jax.Array, ...]:
   """Returns the gradients of queries, keys and values by one run of cuDNN.
 

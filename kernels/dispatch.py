@@ -17,6 +17,7 @@ REFERENCE = 'reference'
 _log = logging.getLogger(__name__)
 
 # An implementation, or the reason why it cannot be used here.
+PyTree = Any  # arrays in nested dicts, lists and tuples
 Candidate = Callable[..., Any] | str
 
 

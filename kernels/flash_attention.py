@@ -186,7 +186,12 @@ def _kernel(
 
 @jax.custom_vjp
 def _attend_twice(
-  run: Any, q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, prefix: jax.Array
+  run: Any,
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  ids: jax.Array,
+  prefix: jax.Array,
 ) -> jax.Array:
   """Computes attention to a token's own segment and to a prefix segment.
 
@@ -294,7 +299,7 @@ def candidates(
   return {}
 
 
-def _lacks(where: str = '', **features: Any) -> str:
+def _lacks(where: str = '', **features: object) -> str:
   """Names the requested features, as ones that a kernel lacks; '' if there are none."""
   names = [name for name, value in features.items() if value]
   return f'does not take {" and ".join(names)} {where}'.rstrip() if names else ''

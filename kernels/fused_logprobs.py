@@ -184,10 +184,10 @@ def _local(plan: FusedLogprobsPlan, targets: jax.Array, table: jax.Array) -> jax
 
 def _run(
   plan: FusedLogprobsPlan,
-  hidden: Any,
-  table: Any,
-  targets: Any,
-  inverse: Any,
+  hidden: jax.Array,
+  table: jax.Array,
+  targets: jax.Array,
+  inverse: jax.Array,
   *,
   keeps: bool,
 ) -> Any:

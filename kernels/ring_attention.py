@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from kernels.attention import NEGATIVE
+from kernels.dispatch import PyTree
 
 State = tuple[
   jax.Array, jax.Array
@@ -125,7 +126,7 @@ def _chunk(length: int, block: int) -> int:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _ring(axis: str, size: int, queries: Queries, keys: Keys) -> Any:
+def _ring(axis: str, size: int, queries: Queries, keys: Keys) -> PyTree:
   return _forward(axis, size, queries, keys)[0]
 
 
@@ -167,8 +168,8 @@ def _backward(axis: str, size: int, kept: tuple, gradient: jax.Array) -> tuple:
   queries, keys, out, weight = kept
   share = (gradient.astype(jnp.float32) * out.astype(jnp.float32)).sum(-1)
   ends = _halves((gradient, weight, share), axis=3)
-  first: Any
-  second: Any
+  first: PyTree
+  second: PyTree
   first, second = zip(_halves(queries), ends, strict=True)
   early, late = _halves(keys)
   slope = functools.partial(_slope, size=size)
@@ -297,7 +298,7 @@ def _join(one: State, two: State) -> State:
   return sum(parts, start=jnp.zeros(())), weight
 
 
-def _pick(condition: jax.Array, one: Any, two: Any) -> Any:
+def _pick(condition: jax.Array, one: PyTree, two: PyTree) -> PyTree:
   return jax.tree.map(lambda x, y: jnp.where(condition, x, y), one, two)
 
 
@@ -309,14 +310,14 @@ def _add(one: tuple, two: tuple) -> tuple:
   )
 
 
-def _pass_on(x: Any, axis: str) -> Any:
+def _pass_on(x: PyTree, axis: str) -> PyTree:
   """Sends `x` from every device to the next device in the ring."""
   count = jax.lax.axis_size(axis)
   ring = [(i, (i + 1) % count) for i in range(count)]
   return jax.tree.map(lambda y: jax.lax.ppermute(y, axis, ring), x)
 
 
-def _halves(x: Any, axis: int = 0) -> tuple[Any, Any]:
+def _halves(x: PyTree, axis: int = 0) -> tuple[PyTree, PyTree]:
   """Splits the arrays of queries, keys or a tuple into an early and a late half."""
   axes = {Queries: Queries(3, 1), Keys: Keys(2, 2, 1)}.get(type(x))  # pyright: ignore
   if axes is None:

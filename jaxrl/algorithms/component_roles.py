@@ -160,7 +160,7 @@ _BY_ROW = (
 def _made_up_fields() -> dict[str, Any]:
   """Returns the shapes of a small batch's fields; rare ones are left out."""
 
-  def array(dtype: Any, *shape: int) -> Any:
+  def array(dtype: object, *shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, dtype)
 
   by_token = (_ROWS, _TOKENS)
@@ -208,7 +208,7 @@ def _trial(algorithm: Algorithm, part: Any) -> tuple[Any, Any]:
   return results[-1]
 
 
-def _fits(returns: str, result: Any, state: Any) -> bool:
+def _fits(returns: str, result: object, state: object) -> bool:
   if returns == 'advantages':
     return isinstance(result, Advantages) and _is_array(result.advantages, 2)
   if returns == 'state':

@@ -11,7 +11,7 @@ import importlib
 import inspect
 import pathlib
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -36,6 +36,9 @@ from jaxrl.functional.components import (
 from jaxrl.options import (
   NOUNS,
   ConfigError,
+  Configurable,
+  Keywords,
+  OptionValues,
   check_callable,
   check_options,
   defaults,
@@ -59,7 +62,7 @@ COMPONENT_MODULES: dict[str, ModuleType] = {
 }
 # Other settings of an algorithm that `make` may override, with the value that leaves
 # the builder's choice.
-SETTINGS: dict[str, Any] = {
+SETTINGS: Keywords = {
   'aggregation': '',
   'old_logprobs_source': '',
   'sampler': '',
@@ -104,7 +107,7 @@ def builder(spec: str) -> Callable[..., Algorithm]:
   return getattr(importlib.import_module(f'jaxrl.algorithms.presets.{spec}'), spec)
 
 
-def builder_options(spec: str) -> dict[str, Any]:
+def builder_options(spec: str) -> Keywords:
   """Returns every option of an algorithm that a config has a key for.
 
   Args:
@@ -119,7 +122,7 @@ def builder_options(spec: str) -> dict[str, Any]:
   return dict.fromkeys(COMPONENT_MODULES, '') | settings | own_options
 
 
-def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
+def make(spec: str, options: OptionValues | None = None) -> Algorithm:
   """Builds an algorithm, with options set and components swapped.
 
   Args:
@@ -168,7 +171,7 @@ def make(spec: str, options: Mapping[str, Any] | None = None) -> Algorithm:
 
 
 def _build(
-  spec: str, build: Callable[..., Algorithm], options: Mapping[str, Any]
+  spec: str, build: Callable[..., Algorithm], options: OptionValues
 ) -> Algorithm:
   check_options(build, options, f'algorithm {spec}')
   if ':' not in spec:
@@ -188,7 +191,7 @@ def _build(
   return algorithm
 
 
-def _check_ranges(name: str, options: Mapping[str, Any], component: str = '') -> None:
+def _check_ranges(name: str, options: OptionValues, component: str = '') -> None:
   ranges = {option: allowed_range(name, option) for option in options}
   if violation := find_out_of_range(options, ranges):
     option, allowed = violation
@@ -197,7 +200,7 @@ def _check_ranges(name: str, options: Mapping[str, Any], component: str = '') ->
     raise ConfigError(f'algorithm.{where} {allowed}')
 
 
-def make_component(field: str, component: Component) -> Callable[..., Any] | None:
+def make_component(field: str, component: Component) -> Configurable | None:
   """Makes a component.
 
   Args:
@@ -238,7 +241,7 @@ def make_component(field: str, component: Component) -> Callable[..., Any] | Non
   return functools.partial(function, **options) if options else function
 
 
-def parts_for(slot: str) -> dict[str, Callable[..., Any]]:
+def parts_for(slot: str) -> dict[str, Configurable]:
   """Returns the components that fit a field of `Algorithm`, by name.
 
   A critic's loss fits `value_loss` only.
@@ -257,7 +260,7 @@ def parts_for(slot: str) -> dict[str, Callable[..., Any]]:
   }
 
 
-def components_in(module: ModuleType) -> dict[str, Callable[..., Any]]:
+def components_in(module: ModuleType) -> dict[str, Configurable]:
   """Returns the components that a module offers, by name."""
   # Some modules import what they list in `__all__` when it is first used.
   names = getattr(module, '__all__', None) or vars(module)
@@ -283,7 +286,7 @@ def _setting(name: str, value: Any) -> Any:
   return value
 
 
-def _call_setting(name: str, value: Any) -> Any:
+def _call_setting(name: str, value: object) -> Any:
   """Checks `sampler` or `aggregation`; the run itself looks for the sampler."""
   if isinstance(value, str | ComponentCall):
     value = as_call(value)

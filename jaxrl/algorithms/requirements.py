@@ -6,8 +6,6 @@ batch to batch.
 """
 
 import dataclasses
-from collections.abc import Callable
-from typing import Any
 
 from jaxrl.component_table import as_call
 from jaxrl.functional.components import (
@@ -17,8 +15,8 @@ from jaxrl.functional.components import (
   function_of,
   options_of,
 )
-from jaxrl.options import wanted_type
-from jaxrl.types import Algorithm
+from jaxrl.options import Configurable, Keywords, wanted_type
+from jaxrl.types import Algorithm, PyTree
 
 COMPONENT_FIELDS = (
   'advantage',
@@ -48,7 +46,7 @@ COMPUTED_FIELDS = {
 }
 
 
-def components_of(algorithm: Algorithm) -> dict[str, Callable[..., Any]]:
+def components_of(algorithm: Algorithm) -> dict[str, Configurable]:
   """Returns the components that an algorithm has, by field."""
   parts = {field: getattr(algorithm, field) for field in COMPONENT_FIELDS}
   return {field: part for field, part in parts.items() if part is not None}
@@ -158,7 +156,7 @@ def with_length(algorithm: Algorithm, length: float) -> Algorithm:
   return dataclasses.replace(algorithm, aggregation=aggregation)
 
 
-def init_state(algorithm: Algorithm) -> dict[str, Any]:
+def init_state(algorithm: Algorithm) -> dict[str, PyTree]:
   """Returns the state that components carry from batch to batch, before the first.
 
   Returns:
@@ -174,7 +172,7 @@ def init_state(algorithm: Algorithm) -> dict[str, Any]:
   return {field: init() for field, init in initializers.items()}
 
 
-def split_hparams(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, Any]]]:
+def split_hparams(algorithm: Algorithm) -> tuple[Algorithm, dict[str, Keywords]]:
   """Separates numeric options from the rest, so that jit can trace them.
 
   Returns:
@@ -201,5 +199,5 @@ def split_hparams(algorithm: Algorithm) -> tuple[Algorithm, dict[str, dict[str, 
   return dataclasses.replace(algorithm, **static), hparams
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
   return isinstance(value, int | float) and not isinstance(value, bool)

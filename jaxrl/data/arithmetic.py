@@ -10,11 +10,11 @@ import re
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
 
 import numpy as np
 
-from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, Range, option_ranges
+from jaxrl.data.rows.row_readers import Row
+from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, OptionValues, Range, option_ranges
 
 PERSON_NAMES = ('Ann', 'Ben', 'Eva', 'Kim', 'Leo', 'Max', 'Mia', 'Sam', 'Tom', 'Zoe')
 OBJECT_NAMES = ('pens', 'eggs', 'figs', 'nuts', 'caps', 'toys', 'keys', 'cups', 'books')
@@ -96,7 +96,7 @@ def draw_problem(
   kinds: Sequence[str] = tuple(PROBLEM_KINDS),
   max_number: int = 20,
   max_factor: int = 9,
-) -> dict[str, Any]:
+) -> Row:
   """Draws one problem.
 
   Args:
@@ -188,10 +188,10 @@ def is_test_problem(key: str) -> bool:
 
 
 def _draw_distinct(
-  rng: np.random.Generator, split: str, size: int, options: dict[str, Any]
-) -> list[dict[str, Any]]:
+  rng: np.random.Generator, split: str, size: int, options: OptionValues
+) -> list[Row]:
   """Draws problems of a split until there are `size` different questions."""
-  by_question: dict[str, dict[str, Any]] = {}
+  by_question: dict[str, Row] = {}
   for _ in range(50 * size + 2000):
     if len(by_question) == size:
       break
@@ -220,7 +220,7 @@ def arithmetic_rows(
   max_factor: int = 9,
   misread_share: Mapping[str, float] = MappingProxyType({}),
   form: str = 'worked',
-) -> list[dict[str, Any]]:
+) -> list[Row]:
   """Generates `size` distinct questions of a split.
 
   The result is a pure function of the arguments.

@@ -10,7 +10,7 @@ import datetime
 import json
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,8 @@ from jaxrl.data.tool_formats import (
   read_arguments,
   split_reply,
 )
+from jaxrl.data.tool_formats.tool_format import Tools
+from jaxrl.options import OptionValues
 from jaxrl.types import Message
 
 # Characters for each token that is needed; an English word has four or five. Encoding
@@ -62,7 +64,7 @@ class ChatOptions:
     date: The day that a template takes for today; None for the clock's.
   """
 
-  template_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  template_options: OptionValues = dataclasses.field(default_factory=dict)
   chat_template: str = ''
   stop_token_ids: tuple[int, ...] = ()
   date: datetime.date | None = None
@@ -98,7 +100,7 @@ class ChatTokenizer:
     tokenizer: Any,
     options: ChatOptions | None = None,
     *,
-    template_options: Mapping[str, Any] | None = None,
+    template_options: OptionValues | None = None,
     image_processor: Any = None,
   ):
     options = options or ChatOptions()
@@ -145,15 +147,13 @@ class ChatTokenizer:
     found = {'tool_format': self.tool_format, 'thought_format': self.thought_format}
     return {key: one.name for key, one in found.items() if one is not None}
 
-  def _find_format(self, name: str, detect: Callable[..., Any]) -> Any:
+  def _find_format(self, name: str, detect: Callable[..., object]) -> Any:
     if name not in self._formats:
       template = self._template
       self._formats[name] = detect(template.source, template.render)
     return self._formats[name]
 
-  def parse_reply(
-    self, text: str, tools: Sequence[Mapping[str, Any]] = ()
-  ) -> ReplyParts:
+  def parse_reply(self, text: str, tools: Tools = ()) -> ReplyParts:
     """Splits a reply into its thought, its text and its tool calls.
 
     What looks like a call within a thought is none.
@@ -195,7 +195,7 @@ class ChatTokenizer:
     """
     return len(tokens) > 0 and int(tokens[-1]) in self.turn_end.stop_ids
 
-  def with_options(self, **options: Any) -> 'ChatTokenizer':
+  def with_options(self, **options: object) -> 'ChatTokenizer':
     """Returns a chat tokenizer with additional template options.
 
     Args:
@@ -225,7 +225,7 @@ class ChatTokenizer:
       self._generation_prompt = texts[1][len(os.path.commonprefix(texts)) :]
     return self._generation_prompt
 
-  def with_tools(self, tools: Sequence[dict[str, Any]]) -> 'ChatTokenizer':
+  def with_tools(self, tools: Tools) -> 'ChatTokenizer':
     """Returns a chat tokenizer whose first prompt announces `tools`.
 
     Args:
@@ -379,7 +379,7 @@ class ChatTokenizer:
     )
     return tail
 
-  def _once(self, render: Callable[..., str], *args: Any) -> str:
+  def _once(self, render: Callable[..., str], *args: object) -> str:
     """Renders messages, unless the same have been rendered before.
 
     Messages whose texts are marks are alike in each turn of an episode.

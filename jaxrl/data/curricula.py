@@ -7,7 +7,7 @@ group is reported, so that all samples of a group get the same row.
 """
 
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -16,6 +16,7 @@ from jaxrl.component_table import Component, ComponentTable, component_name
 from jaxrl.data.row_sources import SOURCE_KEY, DataError, Row
 from jaxrl.group_stats import GroupResult
 from jaxrl.options import NOT_NEGATIVE, SHARE, Range, option_ranges
+from jaxrl.types import StateDict
 
 _BLOCK_DRAWS = 1000  # number of draws over which a mixture matches its weights exactly
 _MAX_OUTSTANDING = 1 << 16  # number of draws whose results may be outstanding
@@ -57,11 +58,11 @@ class Curriculum:
       results: For each group its seed, mean accuracy and number of samples.
     """
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns everything that later draws depend on, as JSON."""
     return {}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the state that `state_dict` returned."""
 
   def _permutation(self, *parts: int, size: int, keep: int = 4) -> np.ndarray:
@@ -202,7 +203,7 @@ class BanditCurriculum(Curriculum):
         right = attempts * min(max(accuracy, 0.0), 1.0)
         self._counts[row] += (right, attempts - right)
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the counts of each row and the rows whose results are outstanding."""
     rows = np.flatnonzero(self._counts.any(axis=1))
     return {
@@ -210,7 +211,7 @@ class BanditCurriculum(Curriculum):
       'given': {str(seed): row for seed, row in self._rows_by_seed.items()},
     }
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the counts and the outstanding rows."""
     self._counts[:] = 0
     for row, counts in state['seen'].items():

@@ -20,7 +20,7 @@ from jaxrl.data.row_sources import (
 from jaxrl.data.rows.task_rows import TaskReader
 from jaxrl.data.seeds import starting_episode
 from jaxrl.group_stats import GroupResult
-from jaxrl.types import Task
+from jaxrl.types import StateDict, Task
 
 DATASET_MODES = ('sample', 'traversal')
 
@@ -124,7 +124,7 @@ class GlobalDataset:
 
   def get_data_item(
     self, seed: int | None = None, index: int | None = None
-  ) -> dict[str, Any] | None:
+  ) -> Row | None:
     """Returns the row for a seed as a dict.
 
     Args:
@@ -214,7 +214,7 @@ class GlobalDataset:
       self._num_passes += self._is_exhausted
       self._is_exhausted = False
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns what a resumed run needs to continue, as JSON."""
     with self._lock:
       return {
@@ -224,7 +224,7 @@ class GlobalDataset:
         'curriculum': self._curriculum.state_dict(),
       }
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the state that `state_dict` returned.
 
     Args:
@@ -250,7 +250,7 @@ class GlobalDatasetManager:
   def __init__(self):
     self._datasets: dict[Hashable, Any] = {}
 
-  def register(self, name: Hashable, dataset: Any, **options: Any) -> Any:
+  def register(self, name: Hashable, dataset: Any, **options: object) -> Any:
     """Registers a dataset unless its key is already taken.
 
     Args:
@@ -263,7 +263,7 @@ class GlobalDatasetManager:
     """
     return self._datasets.setdefault(self._key(name, options), dataset)
 
-  def get(self, name: Hashable, make: Callable[..., Any], **options: Any) -> Any:
+  def get(self, name: Hashable, make: Callable[..., object], **options: object) -> Any:
     """Returns the dataset with this name and these options, creating it if needed.
 
     Args:
@@ -288,5 +288,5 @@ class GlobalDatasetManager:
     return [dataset.reset() for dataset in self._datasets.values()]
 
   @staticmethod
-  def _key(name: Hashable, options: Mapping[str, Any]) -> Hashable:
+  def _key(name: Hashable, options: Mapping[str, object]) -> Hashable:
     return name, tuple(sorted((key, repr(value)) for key, value in options.items()))

@@ -2,7 +2,6 @@
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,7 +17,7 @@ from jaxrl.data.row_sources import (
 from jaxrl.data.rows.row_formats import DATA_FORMATS, RowFormat
 from jaxrl.data.rows.task_rows import USUAL_COLUMNS, RowColumns
 from jaxrl.options import unknown_name_error
-from jaxrl.types import Group, Message, Trajectory
+from jaxrl.types import Group, Message, StateDict, Trajectory
 
 GROUP_NOUNS = {
   'messages': 'conversations',
@@ -63,7 +62,7 @@ class FileSampler:
   def __init__(
     self,
     chat: ChatTokenizer,
-    rows: Sequence[Mapping[str, Any]] | None = None,
+    rows: Sequence[Mapping[str, object]] | None = None,
     *,
     path: RowSources = '',
     split: str = 'train',
@@ -152,11 +151,11 @@ class FileSampler:
       self._order = (epoch, rng.permutation(self.size))
     return list(self._groups[int(self._order[1][position])])
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the position in the epochs, as JSON."""
     return {'taken': self._num_served, 'size': self.size}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the position in the epochs.
 
     Args:
@@ -196,7 +195,7 @@ class RowParser:
     self._rated = rated
 
   def rows(
-    self, rows: Sequence[Mapping[str, Any]], data_format: str, where: str
+    self, rows: Sequence[Mapping[str, object]], data_format: str, where: str
   ) -> list[list[Group]]:
     """Parses rows of one data format.
 

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, Keywords
 
 log = logging.getLogger(__name__)
 
@@ -136,7 +136,7 @@ class HubRepo:
       return self._cached
     from huggingface_hub import hf_hub_download
 
-    options: dict[str, Any] = {'repo_id': self.name.repo, 'repo_type': self._kind}
+    options: Keywords = {'repo_id': self.name.repo, 'repo_type': self._kind}
     folder = Path()
     try:
       # By its own name once, so that it is found without a connection too.

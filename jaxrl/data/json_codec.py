@@ -52,7 +52,7 @@ def encode_value(value: Any, where: str = 'value', depth: int = 0) -> Any:
   raise TypeError(f'{where} is a {type(value).__name__}, which JSON cannot hold')
 
 
-def _mapping(value: Mapping[Any, Any], where: str, depth: int) -> Any:
+def _mapping(value: Mapping[object, object], where: str, depth: int) -> Any:
   if all(type(key) is str and not key.startswith('$') for key in value):
     return {k: encode_value(x, f'{where}[{k!r}]', depth + 1) for k, x in value.items()}
   pairs = [
@@ -70,7 +70,7 @@ def _array(array: np.ndarray, where: str) -> dict[str, Any]:
   return {'dtype': little.dtype.str, 'shape': list(array.shape), 'data': data}
 
 
-def decode_value(value: Any, where: str = 'value', depth: int = 0) -> Any:
+def decode_value(value: object, where: str = 'value', depth: int = 0) -> Any:
   """Decodes what `encode_value` returned.
 
   Args:
@@ -100,7 +100,7 @@ def decode_value(value: Any, where: str = 'value', depth: int = 0) -> Any:
   return _DECODERS[marker](value[marker], where, depth)
 
 
-def decode_array(value: Any, where: str, depth: int = 0) -> np.ndarray:
+def decode_array(value: object, where: str, depth: int = 0) -> np.ndarray:
   """Decodes an array from its dtype, shape and bytes, which must agree.
 
   Args:
@@ -140,7 +140,7 @@ def decode_array(value: Any, where: str, depth: int = 0) -> np.ndarray:
   return np.frombuffer(data, dtype).reshape(dimensions).copy()
 
 
-def _scalar(value: Any, where: str, depth: int) -> Any:
+def _scalar(value: object, where: str, depth: int) -> Any:
   array = decode_array(value, where)
   if array.ndim:
     raise ValueError(f'{where}: a scalar must have the shape (), not {array.shape}')
@@ -154,19 +154,19 @@ def _bytes(value: Any, where: str, depth: int = 0) -> bytes:
     raise ValueError(f'{where}: not base64: {error}') from error
 
 
-def _float(value: Any, where: str, depth: int) -> float:
+def _float(value: object, where: str, depth: int) -> float:
   if value not in ('nan', 'inf', '-inf'):
     raise ValueError(f'{where}: must be nan, inf or -inf, not {value!r}')
   return float(value)
 
 
-def _tuple(value: Any, where: str, depth: int) -> tuple[Any, ...]:
+def _tuple(value: object, where: str, depth: int) -> tuple[Any, ...]:
   if not isinstance(value, list):
     raise ValueError(f'{where}: a tuple must be encoded as a list')
   return tuple(decode_value(value, where, depth))
 
 
-def _items(value: Any, where: str, depth: int) -> dict[Any, Any]:
+def _items(value: object, where: str, depth: int) -> dict[Any, Any]:
   pairs = decode_value(value, where, depth)
   try:
     return dict(pairs)

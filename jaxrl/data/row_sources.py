@@ -14,6 +14,7 @@ from jaxrl.component_table import ComponentTable
 from jaxrl.data import hub
 from jaxrl.data.rows.folder_splits import choose_files, matching_split
 from jaxrl.data.rows.row_readers import DataError, Row, read_file
+from jaxrl.options import JsonObject
 
 # A file or folder; a call of a generator, see GENERATORS; or several of both.
 RowSource = str | ComponentCall
@@ -58,7 +59,7 @@ class RowList(list[Row]):
     return RowList(found, self.places) if is_start else found
 
 
-def describe_row(rows: Any, number: int, name: str) -> str:
+def describe_row(rows: object, number: int, name: str) -> str:
   """Returns how messages name a row: by its file and its number there.
 
   Args:
@@ -73,7 +74,7 @@ def describe_row(rows: Any, number: int, name: str) -> str:
   return f'{file}, row {number - start}'
 
 
-def get_field(row: Row, key: str, default: Any = None) -> Any:
+def get_field(row: Row, key: str, default: object = None) -> Any:
   """Returns what a row holds under a key, or under a path such as `reward_model.style`.
 
   Args:
@@ -107,7 +108,7 @@ def has_field(row: Row, key: str) -> bool:
   return get_field(row, key, _MISSING) is not _MISSING
 
 
-def has_empty_mark(value: Any) -> bool:
+def has_empty_mark(value: object) -> bool:
   r"""Returns whether a text ends with `####` or `\boxed{}` that holds no answer.
 
   Args:
@@ -116,7 +117,7 @@ def has_empty_mark(value: Any) -> bool:
   return isinstance(value, str) and bool(_EMPTY_MARK.search(value))
 
 
-def is_empty(value: Any) -> bool:
+def is_empty(value: object) -> bool:
   """Returns whether a value says nothing: null, NaN, blank, or a list of such.
 
   Args:
@@ -286,7 +287,7 @@ def _saved_files(folder: Path, split: str) -> list[Path] | None:
   return [folder / str(file) for file in files]
 
 
-def _read_description(file: Path) -> dict[str, Any]:
+def _read_description(file: Path) -> JsonObject:
   try:
     data = json.loads(file.read_text('utf-8'))
   except (OSError, ValueError) as error:

@@ -75,7 +75,7 @@ def postpone_torch() -> None:
       del sys.modules[GGUF_MODULE]
     return getattr(importlib.import_module(GGUF_MODULE), name)
 
-  def load_gguf_checkpoint(*args: Any, **kwargs: Any) -> Any:
+  def load_gguf_checkpoint(*args: object, **kwargs: object) -> Any:
     return load('load_gguf_checkpoint')(*args, **kwargs)
 
   # The name that transformers takes from the module; others load it.

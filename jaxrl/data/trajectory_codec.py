@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from jaxrl.data import json_codec
+from jaxrl.options import JsonObject
 from jaxrl.types import Group, Trajectory
 
 if TYPE_CHECKING:
@@ -51,7 +52,7 @@ PER_ROW_FIELDS: dict[str, type | tuple[type, ...]] = {
 MAX_BYTES = 2**32  # of groups that are unpacked
 
 
-def to_json(row: Trajectory, *, arrays: bool = True) -> dict[str, Any]:
+def to_json(row: Trajectory, *, arrays: bool = True) -> JsonObject:
   """Converts every field of a trajectory to JSON, by name, the messages first.
 
   Args:
@@ -103,14 +104,14 @@ def _may_have_images(row: Trajectory) -> bool:
   )
 
 
-def _mark_of(value: Any) -> Any:
+def _mark_of(value: object) -> Any:
   from jaxrl.data import images
 
   return value.mark if isinstance(value, images.Image) else value
 
 
 def from_json(
-  data: Mapping[str, Any], images: Mapping[str, 'Image'] | None = None
+  data: JsonObject, images: Mapping[str, 'Image'] | None = None
 ) -> Trajectory:
   """Restores the trajectory that `to_json` was given.
 
@@ -162,7 +163,7 @@ def _with_images(row: Trajectory, known: Mapping[str, 'Image']) -> Trajectory:
     return row
   from jaxrl.data.images import MARK, map_images
 
-  def find(mark: Any) -> Any:
+  def find(mark: object) -> Any:
     if not isinstance(mark, str) or not mark.startswith(MARK):
       return mark
     if mark not in known:
@@ -230,7 +231,7 @@ def from_bytes(data: bytes, max_bytes: int = MAX_BYTES) -> list[Group]:
   return [[from_json(row, images) for row in group] for group in rows]
 
 
-def _read_images(files: Any) -> dict[str, 'Image']:
+def _read_images(files: object) -> dict[str, 'Image']:
   """Reads the images that `to_bytes` wrote beside the groups. Raises ValueError."""
   from jaxrl.data.images import from_png
 

@@ -38,6 +38,8 @@ from typing import Any, Protocol
 
 from jaxrl.options import (
   ConfigError,
+  Keywords,
+  OptionValues,
   check_callable,
   check_options,
   defaults,
@@ -46,7 +48,10 @@ from jaxrl.options import (
 )
 from jaxrl.user_code import import_object
 
-Observation = str | list[dict[str, Any]] | None
+MessageParts = list[dict[str, Any]]  # messages, or parts of the content of one
+Observation = str | MessageParts | None
+Info = dict[str, Any]  # what is told beside an observation; see above
+ResetOptions = Mapping[str, Any]  # may hold the `Task` to play as `task`
 STEP_RESULT = '(observation, reward, terminated, truncated, info)'
 # Advantages are computed in float32, in which the square of a larger reward overflows.
 MAX_REWARD = 1e18
@@ -82,8 +87,8 @@ class Env(Protocol):
   """Protocol of an environment; it sees no tokens, no cluster and no global RNG."""
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[Observation, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[Observation, Info]:
     """Starts an episode.
 
     Args:
@@ -95,7 +100,7 @@ class Env(Protocol):
     """
     ...
 
-  def step(self, action: str) -> tuple[Observation, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[Observation, float, bool, bool, Info]:
     """Plays a reply.
 
     Args:
@@ -166,9 +171,7 @@ def naming(locations: Mapping[str, str]) -> Iterator[None]:
     _own_envs.reset(token)
 
 
-def env_factory(
-  name: str, options: Mapping[str, Any] | None = None
-) -> Callable[[], Env]:
+def env_factory(name: str, options: OptionValues | None = None) -> Callable[[], Env]:
   """Returns a function that builds an environment, after checking its options.
 
   An environment whose name begins with 'isolated:' runs in its own process, which is
@@ -212,7 +215,7 @@ def env_factory(
   return make_env
 
 
-def _is_isolated(name: str, options: Mapping[str, Any] | None = None) -> bool:
+def _is_isolated(name: str, options: OptionValues | None = None) -> bool:
   """Returns whether an environment runs in its own process."""
   from jaxrl.envs.isolated_env import IsolatedEnv  # few environments need it
 
@@ -221,9 +224,7 @@ def _is_isolated(name: str, options: Mapping[str, Any] | None = None) -> bool:
   return is_isolated_class or name.startswith(ISOLATED_PREFIX)
 
 
-def unwrapped(
-  name: str, options: Mapping[str, Any] | None = None
-) -> Callable[..., Env]:
+def unwrapped(name: str, options: OptionValues | None = None) -> Callable[..., Env]:
   """Returns the class that defines the tasks: the innermost of wrapped environments.
 
   Args:
@@ -237,8 +238,8 @@ def unwrapped(
 
 
 def innermost(
-  name: str, options: Mapping[str, Any] | None = None
-) -> tuple[str, Mapping[str, Any]]:
+  name: str, options: OptionValues | None = None
+) -> tuple[str, OptionValues]:
   """Returns the name and options of the innermost of wrapped environments.
 
   Args:
@@ -251,7 +252,7 @@ def innermost(
   return innermost(*wraps(**(options or {})))
 
 
-def uses_dataset(name: str, options: Mapping[str, Any]) -> bool:
+def uses_dataset(name: str, options: OptionValues) -> bool:
   """Returns whether an environment takes its tasks from rows, not from seeds.
 
   Args:
@@ -261,7 +262,7 @@ def uses_dataset(name: str, options: Mapping[str, Any]) -> bool:
   return getattr(unwrapped(name, options), 'uses_dataset', True)
 
 
-def num_players(name: str, options: Mapping[str, Any]) -> int:
+def num_players(name: str, options: OptionValues) -> int:
   """Returns how many players move in an environment.
 
   Args:
@@ -271,9 +272,7 @@ def num_players(name: str, options: Mapping[str, Any]) -> int:
   return getattr(unwrapped(name, options), 'num_players', 1)
 
 
-def options_for_split(
-  name: str, options: Mapping[str, Any], split: str
-) -> dict[str, Any]:
+def options_for_split(name: str, options: OptionValues, split: str) -> Keywords:
   """Returns `options` changed to draw the tasks of `split`, where there are splits.
 
   Args:
@@ -329,7 +328,7 @@ def as_real_number(value: Any) -> float | None:
     return None
 
 
-def cut_observation(observation: Any, max_chars: int) -> Any:
+def cut_observation(observation: object, max_chars: int) -> Any:
   """Leaves out what a text or chat messages hold beyond so many characters.
 
   Args:
@@ -354,7 +353,7 @@ def cut_observation(observation: Any, max_chars: int) -> Any:
   return parts if is_cut else observation
 
 
-def _num_chars(content: Any) -> int:
+def _num_chars(content: object) -> int:
   if isinstance(content, list):
     return sum(_num_chars(p.get('text')) for p in content if isinstance(p, dict))
   return len(content) if isinstance(content, str) else 0
@@ -364,7 +363,9 @@ class EnvResultError(TypeError):
   """A method of an environment returned something that cannot be used."""
 
 
-def check_reset_result(env: Any, result: Any) -> tuple[Any, Mapping[str, Any]]:
+def check_reset_result(
+  env: object, result: object
+) -> tuple[Observation, Mapping[str, Any]]:
   """Returns the observation and the info of a `reset`.
 
   Args:
@@ -386,8 +387,8 @@ def check_reset_result(env: Any, result: Any) -> tuple[Any, Mapping[str, Any]]:
 
 
 def check_step_result(
-  env: Any, result: Any
-) -> tuple[Any, float, bool, bool, Mapping[str, Any]]:
+  env: object, result: object
+) -> tuple[Observation, float, bool, bool, Mapping[str, Any]]:
   """Returns the five parts of what a `step` returned.
 
   Args:
@@ -427,7 +428,7 @@ def _is_flag(value: Any) -> bool:
   return isinstance(value, (bool, int)) or is_scalar
 
 
-def _check_observation(env: Any, method: str, observation: Any) -> None:
+def _check_observation(env: object, method: str, observation: object) -> None:
   wanted = 'be a text, a list of messages, or a list of parts of a message'
   if not isinstance(observation, (str, list, tuple)):
     raise _result_error(env, method, f'{_shape(observation)} as observation', wanted)
@@ -437,12 +438,12 @@ def _check_observation(env: Any, method: str, observation: Any) -> None:
       raise _result_error(env, method, what, wanted)
 
 
-def _check_info(env: Any, method: str, info: Any) -> None:
+def _check_info(env: object, method: str, info: object) -> None:
   if not isinstance(info, Mapping):
     raise _result_error(env, method, f'{_shape(info)} as info', 'be a dict')
 
 
-def _result_error(env: Any, method: str, what: str, wanted: str) -> EnvResultError:
+def _result_error(env: object, method: str, what: str, wanted: str) -> EnvResultError:
   """Returns an error with the file and line where the method is defined.
 
   Args:
@@ -460,7 +461,7 @@ def _result_error(env: Any, method: str, what: str, wanted: str) -> EnvResultErr
   return EnvResultError(text + place)
 
 
-def _shape(value: Any) -> str:
+def _shape(value: object) -> str:
   if isinstance(value, tuple):
     return f'a tuple of {len(value)}'
   name = type(value).__name__

@@ -7,12 +7,12 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from multiprocessing.connection import Connection
 from typing import Any
 
 from jaxrl.data.seeds import StartingEpisode, starting_episode
 from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES, worker_environment
+from jaxrl.options import Keywords, OptionValues
 from jaxrl.user_code import import_object
 
 _ended: list[subprocess.Popen] = []  # that nobody has waited for yet
@@ -42,7 +42,7 @@ class IsolatedEnv:
       Linux; elsewhere there is no bound).
   """
 
-  def __init__(self, target: str, options: Mapping[str, Any], *, memory: int = 4 << 30):
+  def __init__(self, target: str, options: OptionValues, *, memory: int = 4 << 30):
     self._target = target
     self._options = dict(options)
     self._memory = memory
@@ -63,7 +63,7 @@ class IsolatedEnv:
     """Returns the class that the child process builds; errors name it, not this one."""
     return import_object(self._target)
 
-  def reset(self, *, seed: int, options: Mapping[str, Any] | None = None) -> Any:
+  def reset(self, *, seed: int, options: OptionValues | None = None) -> Any:
     """Resets the environment in the child process."""
     arguments = {'seed': seed, 'options': options}
     return self._request('reset', arguments, starting_episode())
@@ -79,7 +79,7 @@ class IsolatedEnv:
   def _request(
     self,
     method: str,
-    arguments: dict[str, Any],
+    arguments: Keywords,
     episode: StartingEpisode | None = None,
   ) -> Any:
     kills_before = self._num_kills

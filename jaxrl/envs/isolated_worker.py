@@ -56,7 +56,7 @@ def serve(pipe: Connection) -> None:
     pipe.send_bytes(message)
 
 
-def encode_answer(answer: Any) -> Any:
+def encode_answer(answer: object) -> Any:
   """Encodes what a method of an environment returned, with a cut observation.
 
   Args:

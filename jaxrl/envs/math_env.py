@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxrl.data.row_sources import has_empty_mark
-from jaxrl.envs.env_registry import Observation
+from jaxrl.envs.env_registry import Info, Observation, ResetOptions
 from jaxrl.envs.graders.answer_marks import final_answer, marked_answer
 from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
@@ -66,8 +66,8 @@ class MathEnv:
     cls(**options)
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[Observation, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[Observation, Info]:
     """Returns the task's question, text or messages, with the row's `images`."""
     task = (options or {}).get('task')
     if task is None or task.item is None:
@@ -95,7 +95,7 @@ class MathEnv:
     placed = place_images(messages, task.item['images'])
     return (placed[0]['content'] if is_text else placed), {}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Grades the reply and ends the episode."""
     if self._grader is not None:
       return self._grade_reply(action)
@@ -110,7 +110,7 @@ class MathEnv:
     columns = {'given': candidate, 'expected': self._answer}
     return '', reward, True, False, {'metrics': metrics, 'columns': columns}
 
-  def _grade_reply(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def _grade_reply(self, action: str) -> tuple[str, float, bool, bool, Info]:
     assert self._grader is not None
     grade = self._grader(action, self._item)
     correct = float(next(iter(grade.parts.values())) >= 1)

@@ -1,12 +1,14 @@
 """ToolUseEnv adds tools, which the model may call, to any environment."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.component_table import Component
 from jaxrl.data import tool_formats
+from jaxrl.data.tool_formats.tool_format import Tools
 from jaxrl.envs import env_registry
 from jaxrl.envs.tools.toolbox import INVALID_CALL_KINDS, Toolbox, make_tools
+from jaxrl.options import OptionValues
 
 
 class ToolUseEnv:
@@ -35,7 +37,7 @@ class ToolUseEnv:
     self,
     *,
     env_type: str = '',
-    env_config: Mapping[str, Any] | None = None,
+    env_config: OptionValues | None = None,
     tools: tuple[Component, ...] = (),
     max_calls: int = 16,
     max_calls_per_turn: int = 4,
@@ -56,7 +58,7 @@ class ToolUseEnv:
     self._invalid_reward = invalid_reward
     self._tool_format = tool_formats.UNKNOWN
     self._is_thinking = False  # whether the prompt has opened a thought
-    self._tools: Sequence[Mapping[str, Any]] = ()
+    self._tools: Tools = ()
 
   @staticmethod
   def check(
@@ -81,14 +83,14 @@ class ToolUseEnv:
 
   @staticmethod
   def wraps(
-    *, env_type: str = '', env_config: Mapping[str, Any] | None = None, **_: Any
-  ) -> tuple[str, Mapping[str, Any]]:
+    *, env_type: str = '', env_config: OptionValues | None = None, **_: object
+  ) -> tuple[str, OptionValues]:
     """Returns the name and options of the environment inside."""
     return env_type, env_config or {}
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[env_registry.Observation, dict[str, Any]]:
+    self, *, seed: int, options: env_registry.ResetOptions | None = None
+  ) -> tuple[env_registry.Observation, env_registry.Info]:
     """Resets the environment inside and starts the tools."""
     told = options or {}
     known = [
@@ -107,7 +109,7 @@ class ToolUseEnv:
 
   def step(
     self, action: str
-  ) -> tuple[env_registry.Observation, float, bool, bool, dict[str, Any]]:
+  ) -> tuple[env_registry.Observation, float, bool, bool, env_registry.Info]:
     """Runs the reply's tool calls, or passes the reply to the environment inside."""
     _, reply = tool_formats.split_thought(action, opened=self._is_thinking)
     _, calls = self._tool_format.parse(reply, self._tools)
@@ -120,7 +122,7 @@ class ToolUseEnv:
       reward = self._invalid_reward
     return messages, reward, False, False, self._with_metrics({})
 
-  def _with_metrics(self, info: Mapping[str, Any]) -> dict[str, Any]:
+  def _with_metrics(self, info: Mapping[str, Any]) -> env_registry.Info:
     return {**info, 'metrics': {**info.get('metrics', {}), **self._toolbox.metrics}}
 
   def kill(self) -> None:
@@ -133,7 +135,7 @@ class ToolUseEnv:
   close = kill
 
 
-def _inner_factory(env_type: str, env_config: Mapping[str, Any] | None) -> Any:
+def _inner_factory(env_type: str, env_config: OptionValues | None) -> Any:
   """Returns the factory of the environment inside. Raises ValueError."""
   if not env_type:
     raise ValueError("option 'env_type' must name the environment inside")

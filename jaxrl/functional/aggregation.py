@@ -5,12 +5,11 @@ batch, and the loss is Σ w·l. Splitting that batch into micro-batches or over 
 therefore changes nothing. Rows without action tokens count nowhere.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import ConfigError, OptionValues, unknown_name_error
 from jaxrl.types import Array
 
 MODES = (
@@ -130,7 +129,7 @@ def check_mode(mode: str, length: float | None = None) -> float:
 
 
 def check_aggregation(
-  mode: str, options: Mapping[str, Any], length: float | None = None
+  mode: str, options: OptionValues, length: float | None = None
 ) -> None:
   """Checks the aggregation of an algorithm: a mode, with the length it may take.
 

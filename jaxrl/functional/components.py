@@ -23,12 +23,15 @@ from jaxrl.options import (
   POSITIVE,
   SHARE,
   ConfigError,
+  Configurable,
+  Keywords,
+  OptionValues,
   Range,
   defaults,
   unwrap,
 )
 
-Function = TypeVar('Function', bound=Callable[..., Any])
+Function = TypeVar('Function', bound=Configurable)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,10 +80,10 @@ class BoundComponent:
     options: Pairs of an option's name and value.
   """
 
-  fn: Callable[..., Any]
+  fn: Configurable
   options: tuple[tuple[str, Any], ...] = ()
 
-  def __call__(self, *args: Any, **kwargs: Any) -> Any:
+  def __call__(self, *args: object, **kwargs: object) -> Any:
     """Calls the component with the fixed options and further arguments."""
     return self.fn(*args, **dict(self.options), **kwargs)
 
@@ -118,7 +121,7 @@ def component(
   return attach
 
 
-def component_info(part: Callable[..., Any] | None) -> ComponentInfo:
+def component_info(part: Configurable | None) -> ComponentInfo:
   """Returns the facts about a component, through `functools.partial`.
 
   Args:
@@ -132,12 +135,12 @@ def component_info(part: Callable[..., Any] | None) -> ComponentInfo:
   return getattr(function_of(part), 'component_info', ComponentInfo())
 
 
-def is_component(function: Callable[..., Any]) -> bool:
+def is_component(function: Configurable) -> bool:
   """Returns True if the function itself is decorated with `component`."""
   return inspect.isfunction(function) and 'component_info' in vars(function)
 
 
-def is_group_relative(part: Callable[..., Any] | None) -> bool:
+def is_group_relative(part: Configurable | None) -> bool:
   """Returns True if a component, with its options, compares the samples of a group."""
   if part is None:
     return False
@@ -147,7 +150,7 @@ def is_group_relative(part: Callable[..., Any] | None) -> bool:
   return fact(defaults(function_of(part)) | options_of(part))
 
 
-def options_of(part: Callable[..., Any]) -> dict[str, Any]:
+def options_of(part: Configurable) -> Keywords:
   """Returns the options that are fixed on a component, by name."""
   if isinstance(part, BoundComponent):
     return dict(part.options)
@@ -156,13 +159,13 @@ def options_of(part: Callable[..., Any]) -> dict[str, Any]:
   return {}
 
 
-def function_of(part: Callable[..., Any]) -> Callable[..., Any]:
+def function_of(part: Configurable) -> Configurable:
   """Returns the plain function under fixed options."""
   function = unwrap(part)
   return function.fn if isinstance(function, BoundComponent) else function
 
 
-def fields_of(part: Callable[..., Any], *, required: bool = False) -> tuple[str, ...]:
+def fields_of(part: Configurable, *, required: bool = False) -> tuple[str, ...]:
   """Returns the batch fields that a component reads, in order.
 
   Args:
@@ -181,9 +184,9 @@ def fields_of(part: Callable[..., Any], *, required: bool = False) -> tuple[str,
 
 
 def call_component(
-  part: Callable[..., Any],
-  batch_fields: Mapping[str, Any],
-  hparams: Mapping[str, Any] | None = None,
+  part: Configurable,
+  batch_fields: Mapping[str, object],
+  hparams: OptionValues | None = None,
 ) -> Any:
   """Calls a component with the batch fields that it names.
 
@@ -213,7 +216,7 @@ def call_component(
   return part(**arguments, **(hparams or {}))
 
 
-def call_string(part: Callable[..., Any]) -> str:
+def call_string(part: Configurable) -> str:
   """Returns a component as a call string, with every option it runs with.
 
   Args:

@@ -101,6 +101,6 @@ def rescale(
   return (scores + add - subtract) * multiply / divisor
 
 
-def _module(array: Any) -> Any:
+def _module(array: object) -> Any:
   """Returns jax.numpy for a JAX array, and numpy for any other."""
   return jnp if isinstance(array, jax.Array) else np

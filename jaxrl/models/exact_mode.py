@@ -22,14 +22,16 @@ import jax.numpy as jnp
 from jaxrl.models import kv_cache as caches
 from jaxrl.models import layer_stack
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.types import Params
+from jaxrl.types import Params, PyTree
 from kernels.attention import attend_chunk, chunk_state, visible_keys
 
 SEQUENCES, QUERIES = 8, 8
 CHUNK = 128
 
 
-def call_directly(function: Callable[..., Any], params: Any, *arrays: jax.Array) -> Any:
+def call_directly(
+  function: Callable[..., PyTree], params: Params, *arrays: jax.Array
+) -> PyTree:
   """Returns `function(params, *arrays)`, all on one device.
 
   Args:
@@ -71,7 +73,7 @@ class Exact:
   """
 
   rows: int = 64
-  per_device: Callable[..., Any] = call_directly
+  per_device: Callable[..., PyTree] = call_directly
 
   def __post_init__(self) -> None:
     if self.rows < 8 or self.rows % 8:
@@ -86,7 +88,9 @@ class Exact:
     """
     return cls(rows=min(64, -(-num_slots // 8) * 8))
 
-  def tokenwise(self, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:
+  def tokenwise(
+    self, function: Callable[..., PyTree], *arrays: jax.Array | None
+  ) -> PyTree:
     """Computes function(*arrays) for `rows` of the N rows at a time.
 
     Args:
@@ -116,7 +120,7 @@ class Exact:
     self,
     forward: Callable[..., jax.Array],
     logits: Callable[..., jax.Array],
-    params: Any,
+    params: Params,
     tokens: jax.Array,
     temperature: jax.Array | float,
   ) -> jax.Array:
@@ -149,8 +153,8 @@ class Exact:
 
 def run_rows(
   config: ModelConfig,
-  enter: Callable[..., Any],
-  layer: Callable[..., Any],
+  enter: Callable[..., PyTree],
+  layer: Callable[..., PyTree],
   params: Params,
   tokens: jax.Array,
   lengths: jax.Array | None = None,
@@ -268,11 +272,11 @@ def attend(
 
 
 def scan_tokens(
-  step: Callable[..., tuple[jax.Array, Any]],
-  inputs: Any,
-  states: Any,
+  step: Callable[..., tuple[jax.Array, PyTree]],
+  inputs: PyTree,
+  states: PyTree,
   positions: jax.Array,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
   """Runs a recurrence over rows, for a token of SEQUENCES rows at a time.
 
   Args:
@@ -311,11 +315,11 @@ def scan_tokens(
 
 
 def step_token(
-  step: Callable[..., tuple[jax.Array, Any]],
-  inputs: Any,
-  states: Any,
+  step: Callable[..., tuple[jax.Array, PyTree]],
+  inputs: PyTree,
+  states: PyTree,
   positions: jax.Array,
-) -> tuple[jax.Array, Any]:
+) -> tuple[jax.Array, PyTree]:
   """Runs one step of the recurrence that `scan_tokens` runs.
 
   Args:
@@ -416,8 +420,8 @@ def _pad(x: jax.Array, count: int) -> jax.Array:
 
 
 def _in_turns(
-  function: Callable[..., Any], size: int, arrays: tuple[jax.Array | None, ...]
-) -> Any:
+  function: Callable[..., PyTree], size: int, arrays: tuple[jax.Array | None, ...]
+) -> PyTree:
   """Computes function(*arrays) for `size` rows at a time, and joins the results."""
   first = arrays[0]
   assert first is not None  # which has the number of rows

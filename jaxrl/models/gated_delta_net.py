@@ -14,7 +14,7 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import initializers, kv_cache, layers
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.types import TokenTree
+from jaxrl.types import PyTree, TokenTree
 from kernels import gated_delta_rule as rule
 
 
@@ -200,7 +200,7 @@ def row_mixer(
   segments = rule.segment_tree(segment_ids, prefix_ids)
   options = {'kernels': model.kernels, 'platform': model.platform}
 
-  def mix(block: layers.Block, *inputs: jax.Array) -> Any:
+  def mix(block: layers.Block, *inputs: jax.Array) -> PyTree:
     out, state = block.delta.mix(inputs, segments, model.constrain, **options)
     if not keep_cache:
       return out, (None, None)

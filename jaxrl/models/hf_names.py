@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +11,7 @@ import numpy as np
 from jaxrl.models import families, layer_stack
 from jaxrl.models.families.family_spec import StoredAs
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.types import AnyArray, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -100,7 +100,7 @@ class CheckpointTensor:
     """
     return [self.from_hf(array)]
 
-  def join(self, arrays: list[Any]) -> Any:
+  def join(self, arrays: list[PyTree]) -> PyTree:
     """Converts each part's array to an array of the checkpoint.
 
     Args:
@@ -173,7 +173,7 @@ class FusedTensor:
     cut = [x.reshape(part.shape) for part, x in zip(self.parts, cut, strict=True)]
     return [part.from_hf(x) for part, x in zip(self.parts, cut, strict=True)]
 
-  def join(self, arrays: list[Any]) -> Any:
+  def join(self, arrays: list[PyTree]) -> PyTree:
     """Converts each part's array to an array of the checkpoint.
 
     Args:
@@ -187,7 +187,7 @@ class FusedTensor:
     return library.concatenate(converted, axis=self._axis).reshape(self.shape)
 
 
-def _in_turns(array: Any, axis: int, turns: int) -> Any:
+def _in_turns(array: AnyArray, axis: int, turns: int) -> PyTree:
   """Splits an axis, counted from the last, into two: turns and the elements of each."""
   end = array.ndim + axis
   return array.reshape(*array.shape[:end], turns, -1, *array.shape[end + 1 :])
@@ -219,7 +219,7 @@ def checkpoint_tensors(config: ModelConfig) -> list[CheckpointTensor | FusedTens
   return tensors
 
 
-def _tower_tensors(spec: families.FamilySpec, tree: Any) -> list[CheckpointTensor]:
+def _tower_tensors(spec: families.FamilySpec, tree: PyTree) -> list[CheckpointTensor]:
   """Returns the tensors of a vision tower."""
   tensors = []
   for keys, leaf in jax.tree_util.tree_leaves_with_path(tree):
@@ -238,7 +238,7 @@ def _tower_tensors(spec: families.FamilySpec, tree: Any) -> list[CheckpointTenso
 
 
 def _layer_tensors(
-  config: ModelConfig, layer: int, tree: Any, where: tuple[str, ...], place: int
+  config: ModelConfig, layer: int, tree: PyTree, where: tuple[str, ...], place: int
 ) -> list[CheckpointTensor | FusedTensor]:
   """Returns the tensors of a layer whose parameters are at index `place` of a stack."""
   by_name: dict[str, list[CheckpointTensor]] = {}

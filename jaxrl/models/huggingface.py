@@ -18,8 +18,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import load_file, save_file
 
 from jaxrl.models import families, hf_names
+from jaxrl.models.families.family_spec import ConfigJson
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.tokenizer_files import save_tokenizer
+from jaxrl.options import JsonObject
 from jaxrl.types import Params
 
 log = logging.getLogger(__name__)
@@ -46,9 +48,7 @@ OTHER_PARTS = re.compile(
 DERIVED = re.compile(r'model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq')
 
 
-def config_from_hf(
-  data: Mapping[str, Any], *, where: str = 'config.json'
-) -> ModelConfig:
+def config_from_hf(data: ConfigJson, *, where: str = 'config.json') -> ModelConfig:
   """Converts the contents of a config.json to a `ModelConfig`.
 
   Args:
@@ -75,7 +75,7 @@ def config_from_hf(
     raise ValueError(f'{where}: {error}') from error
 
 
-def _text_settings(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _text_settings(data: ConfigJson, where: str) -> JsonObject:
   """Merges the settings of the text model from text_config and the rest of `data`."""
   text_config = data.get('text_config')
   if not isinstance(text_config, Mapping):
@@ -97,7 +97,7 @@ def is_text_part(folder: str | Path) -> bool:
   return model_type in families.TEXT_MODELS
 
 
-def config_to_hf(config: ModelConfig, dtype: str) -> dict[str, Any]:
+def config_to_hf(config: ModelConfig, dtype: str) -> JsonObject:
   """Returns the contents of a config.json that `transformers` and vLLM can read.
 
   Args:
@@ -349,7 +349,7 @@ def _unpacked(
       yield whole, file, mxfp4.dequantize(blocks, scales)
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def _read_json(path: Path) -> JsonObject:
   try:
     data = json.loads(path.read_text())
   except (ValueError, RecursionError) as error:

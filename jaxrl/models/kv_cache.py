@@ -24,12 +24,14 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.options import Keywords
+from jaxrl.types import PyTree
 from kernels.dispatch import platform_of
 
-Cache = dict[str, tuple[Any, ...]]  # an array or a tuple of chunks a layer
+Cache = dict[str, tuple[PyTree, ...]]  # an array or a tuple of chunks a layer
 # A prefill's, by layer: k `[P, K, d, T]`, v `[P, K, T, d]`, e `[P, 1, T, k]`. They are
 # one array each where all layers are alike, and a tuple where not.
-PrefillKV = dict[str, Any]
+PrefillKV = dict[str, PyTree]
 CHUNK, MAX_CHUNKS = 64, 8
 POSITION_AXIS = {'k': 3, 'v': 2, 'e': 2}  # the axis of positions in a chunk
 STATES = {'state', 'conv'}  # what a slot has of a gated DeltaNet, whole
@@ -134,7 +136,9 @@ class SharedKV:
   def __init__(self):
     self._by_layer: dict[int, tuple[jax.Array, jax.Array]] = {}
 
-  def read(self, config: ModelConfig, k: Any, v: Any) -> tuple[jax.Array, jax.Array]:
+  def read(
+    self, config: ModelConfig, k: PyTree, v: PyTree
+  ) -> tuple[jax.Array, jax.Array]:
     """Returns a layer's own keys and values, or those of the layer that it reads.
 
     Args:
@@ -144,11 +148,11 @@ class SharedKV:
     """
     return (k, v) if k is not None else self._by_layer[config.kv_layer]
 
-  def passed_on(self, config: ModelConfig, k: jax.Array, v: jax.Array) -> Any:
+  def passed_on(self, config: ModelConfig, k: jax.Array, v: jax.Array) -> PyTree:
     """Returns what `after` must get: keys and values that others read, or None."""
     return (k, v) if config.kv_is_read else None
 
-  def after(self, layer: int, y: tuple[Any, Any]) -> tuple[Any, None]:
+  def after(self, layer: int, y: tuple[PyTree, PyTree]) -> tuple[PyTree, None]:
     """Keeps what a layer passes on, the second of y; for `layer_stack.run_layers`."""
     kept, passed = y
     if passed is not None:
@@ -255,7 +259,7 @@ def choose_layout(
   from jaxrl.models.decoding import paged_cache, slot_cache
 
   obstacle = paging_obstacle(config)
-  options: dict[str, Any] = {'kernels': kernels, 'platform': platform_of(platform)}
+  options: Keywords = {'kernels': kernels, 'platform': platform_of(platform)}
   why = obstacle or slot_cache.obstacle(config, dtype, **options)
   if not why:
     return slot_cache.LAYOUT

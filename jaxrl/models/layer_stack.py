@@ -14,10 +14,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.tree_util import KeyPath
 
 from jaxrl.models import layers, lora, remat
 from jaxrl.models.model_config import ModelConfig, kind_config
-from jaxrl.types import Params, TokenTree
+from jaxrl.types import Params, PyTree, TokenTree
 
 
 class EmbeddingAndHead(nnx.Module):
@@ -81,7 +82,7 @@ def _make(
 @functools.lru_cache
 def _definition(
   kind: Callable[..., nnx.Module], config: ModelConfig
-) -> tuple[Any, Any]:
+) -> tuple[PyTree, PyTree]:
   """Returns the module's graph and its abstract state."""
   make = functools.partial(_make, kind, config)
   return nnx.split(nnx.eval_shape(lambda: make(jax.random.key(0))))
@@ -290,7 +291,7 @@ def cast_kernels(params: Params, dtype: str) -> Params:
     dtype: The type of activations and matrix products.
   """
 
-  def cast(path: tuple[Any, ...], x: jax.Array) -> jax.Array:
+  def cast(path: KeyPath, x: jax.Array) -> jax.Array:
     names = [getattr(key, 'key', None) for key in path]
     is_kernel = names[:1] == ['layers'] and names[-1] == 'kernel'
     is_wide = x.dtype.itemsize > jnp.dtype(dtype).itemsize
@@ -374,13 +375,13 @@ def run_layers(
   config: ModelConfig,
   params: Params,
   x: jax.Array,
-  body: Callable[[layers.Block, jax.Array, Any], tuple[jax.Array, Any]],
+  body: Callable[[layers.Block, jax.Array, PyTree], tuple[jax.Array, PyTree]],
   rematerialise: remat.RematPolicy = 'none',
   unroll: int = 1,
-  each: Any = None,
-  after: Callable[[int, Any], Any] = lambda i, y: y,
-  rounding: Any = None,
-) -> tuple[jax.Array, Any]:
+  each: PyTree = None,
+  after: Callable[[int, PyTree], PyTree] = lambda i, y: y,
+  rounding: PyTree = None,
+) -> tuple[jax.Array, PyTree]:
   """Runs `body(block, x, inputs) -> (x, y)` over the layers.
 
   Args:
@@ -419,7 +420,7 @@ def run_layers(
     step = step_of(kinds[0], scanned=True)
     return jax.lax.scan(step, x, (params['layers'], each), unroll=unroll)
   if is_cut or unroll >= config.num_layers:
-    ys: list[Any] = []
+    ys: list[PyTree] = []
     for i, weights in enumerate(unstack(config, params)['layers']):
       layer_inputs = jax.tree.map(lambda x, i=i: x[i], each)
       x, y = step_of(kinds[i], scanned=is_cut)(x, (weights, layer_inputs))
@@ -434,10 +435,10 @@ def _run_periods(
   config: ModelConfig,
   params: Params,
   x: jax.Array,
-  step_of: Callable[..., Callable[..., tuple[jax.Array, Any]]],
-  each: Any,
-  after: Callable[[int, Any], Any],
-) -> tuple[jax.Array, list[Any]]:
+  step_of: Callable[..., Callable[..., tuple[jax.Array, PyTree]]],
+  each: PyTree,
+  after: Callable[[int, PyTree], PyTree],
+) -> tuple[jax.Array, list[PyTree]]:
   """Runs layers of several kinds, scanning repeated patterns of them.
 
   Args:
@@ -486,7 +487,7 @@ def _run_periods(
   return x, ys
 
 
-def _fold(tree: Any, repeats: int) -> Any:
+def _fold(tree: PyTree, repeats: int) -> PyTree:
   """Reshapes `[repeats · n, …]` to `[repeats, n, …]`."""
   return jax.tree.map(lambda x: x.reshape(repeats, -1, *x.shape[1:]), tree)
 

@@ -17,9 +17,11 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxrl.models import initializers, rope
 from jaxrl.models.model_config import Lora, ModelConfig
+from jaxrl.options import Keywords
+from jaxrl.types import PyTree
 
 Constrain = Callable[..., jax.Array]
-Feed = Callable[[Any, jax.Array], tuple[jax.Array, Any]]
+Feed = Callable[[PyTree, jax.Array], tuple[jax.Array, PyTree]]
 
 
 class RMSNorm(nnx.Module):
@@ -196,7 +198,7 @@ class Attention(nnx.Module):
 
 
 # The inputs of `attend`, and the output gate or None.
-Projected = tuple[tuple[Any, ...], jax.Array | None]
+Projected = tuple[tuple[PyTree, ...], jax.Array | None]
 
 
 LATENT_NORM_EPS = 1e-6  # config.json has no setting for it
@@ -323,7 +325,7 @@ class LatentAttention(nnx.Module):
       values = values + jnp.einsum('...hk,khd->...hd', narrow, b)
     return values
 
-  def _up(self, part: slice, dtype: Any) -> tuple[jax.Array, Any, Any]:
+  def _up(self, part: slice, dtype: Any) -> tuple[jax.Array, PyTree, PyTree]:
     """Slices the outputs of each head of kv_b: its kernel, and A and the scaled B.
 
     Args:
@@ -431,7 +433,7 @@ class Block(nnx.Module):
     return self.delta if self.config.linear_attention else self.attention
 
   @property
-  def attention_rules(self) -> dict[str, Any]:
+  def attention_rules(self) -> Keywords:
     """Returns the options of `attention` that the layer sets, by parameter name."""
     config = self.config
     if config.linear_attention:
@@ -445,7 +447,7 @@ class Block(nnx.Module):
     return sinks | {name: value for name, value in rules.items() if value}
 
   @property
-  def cache_rules(self) -> dict[str, Any]:
+  def cache_rules(self) -> Keywords:
     """Returns the options of attention over a cache, by parameter name."""
     if not self.config.kv_latent:
       return self.attention_rules
@@ -455,10 +457,10 @@ class Block(nnx.Module):
     self,
     x: jax.Array,
     rotation: rope.Rotation,
-    attend: Callable[..., tuple[jax.Array, Any]],
+    attend: Callable[..., tuple[jax.Array, PyTree]],
     feed: Feed,
     extra: jax.Array | None = None,
-  ) -> tuple[jax.Array, tuple[Any, Any]]:
+  ) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
     """Runs the layer.
 
     Args:
@@ -508,7 +510,7 @@ class Block(nnx.Module):
     *,
     feed: Feed,
     over_cache: bool = False,
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[jax.Array, PyTree]:
     """Computes the rest of the layer from the output of attention.
 
     Args:

@@ -20,11 +20,12 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxrl.component_table import ComponentTable
 from jaxrl.models.model_config import LORA_TARGETS, Lora, ModelConfig
 from jaxrl.options import unknown_name_error
-from jaxrl.types import Params
+from jaxrl.types import AnyArray, Array, Params
 
 ADAPTERS = ('lora_a', 'lora_b')
 SCALE_KEY = 'lora_scale'  # float32 `[1]`, beside the branches of a transfer
@@ -66,7 +67,7 @@ def lora_adapters(
 ADAPTER_KINDS = ComponentTable('kind of adapter', 'model.lora', {'lora': lora_adapters})
 
 
-def is_trainable(path: Any) -> bool:
+def is_trainable(path: KeyPath) -> bool:
   """Returns True if the parameter at a path is trained.
 
   Args:
@@ -85,7 +86,7 @@ def trains_all(config: ModelConfig) -> bool:
   return config.lora is None and (tower is None or tower.train == 'full')
 
 
-def is_trained(config: ModelConfig, path: Any) -> bool:
+def is_trained(config: ModelConfig, path: KeyPath) -> bool:
   """Returns True if the parameter of a model at a path is trained.
 
   Args:
@@ -111,7 +112,7 @@ def trainable_params(config: ModelConfig, params: Params) -> Params:
   return _part(params, functools.partial(is_trained, config))
 
 
-def _part(params: Params, is_chosen: Callable[[Any], bool]) -> Params:
+def _part(params: Params, is_chosen: Callable[[KeyPath], bool]) -> Params:
   """Returns the subtree of the parameters whose paths are chosen."""
   selected: Params = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -164,7 +165,7 @@ def to_storage_dtype(config: ModelConfig, params: Params) -> Params:
   if config.lora is None or config.lora.base == 'float32':
     return params
 
-  def cast(path: Any, x: jax.Array) -> jax.Array:
+  def cast(path: KeyPath, x: jax.Array) -> jax.Array:
     narrow = path[-1].key in ('kernel', 'table') and not is_trainable(path)
     return x.astype(config.lora.base) if narrow and config.lora else x
 
@@ -189,7 +190,7 @@ def merged(config: ModelConfig, params: Params, dtype: str = 'float32') -> Param
   return params if adapters is None else merge_with_scale(adapters.scale, params, dtype)
 
 
-def merge_with_scale(scale: Any, params: Params, dtype: str = 'float32') -> Params:
+def merge_with_scale(scale: AnyArray, params: Params, dtype: str = 'float32') -> Params:
   """Merges adapters as `merged` does.
 
   Args:
@@ -227,8 +228,12 @@ def kernel_of(layer: Params) -> str:
 
 
 def product(
-  a: Any, b: Any, shape: tuple[int, ...], is_table: bool, matmul: Callable[..., Any]
-) -> Any:
+  a: AnyArray,
+  b: AnyArray,
+  shape: tuple[int, ...],
+  is_table: bool,
+  matmul: Callable[..., Array],
+) -> AnyArray:
   """Computes A·B in the shape of its kernel.
 
   The first axes, of layers and of experts, are those that A, B and kernel share.

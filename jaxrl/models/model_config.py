@@ -500,7 +500,7 @@ class ModelConfig:
     names = {name, *(LATENT_TARGETS.get(name, ()) if self.kv_latent else ())}
     return self.lora if self.lora and names & set(self.lora.targets) else None
 
-  def replace(self, **changes: Any) -> 'ModelConfig':
+  def replace(self, **changes: object) -> 'ModelConfig':
     """Returns the config with some fields replaced.
 
     Args:

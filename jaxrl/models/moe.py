@@ -95,7 +95,7 @@ class ExpertKernel(nnx.Module):
       adapter_pair = initializers.adapter_params(lora, sizes, names, rngs, each)
       self.lora_a, self.lora_b = adapter_pair
 
-  def as_matrix(self, dtype: Any) -> experts.Matrix:
+  def as_matrix(self, dtype: jax.typing.DTypeLike) -> experts.Matrix:
     """Returns what multiplies, in a type.
 
     Args:
@@ -106,7 +106,7 @@ class ExpertKernel(nnx.Module):
       return matrix
     return experts.Biased(matrix, self.bias[...].astype(dtype))
 
-  def without_bias(self, dtype: Any) -> jax.Array | experts.Adapted:
+  def without_bias(self, dtype: jax.typing.DTypeLike) -> jax.Array | experts.Adapted:
     """Returns what multiplies, in a type, without the bias.
 
     Args:

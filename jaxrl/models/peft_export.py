@@ -6,12 +6,12 @@ checkpoints name them; PEFT itself finds no such layers in a model of `transform
 
 import json
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
 from jaxrl.models import hf_names, lora
 from jaxrl.models.model_config import Lora, ModelConfig
+from jaxrl.options import JsonObject
 from jaxrl.types import Params
 
 PEFT_CONFIG, PEFT_TENSORS = 'adapter_config.json', 'adapter_model.safetensors'
@@ -70,7 +70,7 @@ def _branch(params: Params, path: tuple[str, ...]) -> Params:
   return params
 
 
-def _peft_settings(adapters: Lora, modules: list[str], base: str) -> dict[str, Any]:
+def _peft_settings(adapters: Lora, modules: list[str], base: str) -> JsonObject:
   alpha = int(adapters.alpha) if adapters.alpha.is_integer() else adapters.alpha
   return {
     'peft_type': 'LORA',

@@ -6,7 +6,6 @@ only the factors of sequences up to the first length that a model was trained wi
 
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -39,7 +38,7 @@ OPTIONAL = {
 }
 
 
-def check_scaling(kind: str, settings: Mapping[str, Any]) -> None:
+def check_scaling(kind: str, settings: Mapping[str, object]) -> None:
   """Checks that a scaling is known with just these settings.
 
   Args:

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
+from jaxrl.options import JsonObject
+
 TOKENIZER_FILE, GENERATION_FILE = 'tokenizer.json', 'generation_config.json'
 TOKEN_KEYS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 # Every version of `transformers` reads tokenizer.json as it is with this class. Others
@@ -12,7 +14,7 @@ TOKEN_KEYS = ('bos_token_id', 'eos_token_id', 'pad_token_id')
 PLAIN_CLASS = 'PreTrainedTokenizerFast'
 
 
-def read_generation_config(folder: Path) -> dict[str, Any]:
+def read_generation_config(folder: Path) -> JsonObject:
   """Reads what a checkpoint says of generation.
 
   Args:
@@ -38,12 +40,12 @@ def read_generation_config(folder: Path) -> dict[str, Any]:
   )
 
 
-def special_tokens(fields: dict[str, Any]) -> dict[str, Any]:
+def special_tokens(fields: JsonObject) -> JsonObject:
   """Returns the ids of special tokens among the fields of a config."""
   return {key: fields[key] for key in TOKEN_KEYS if fields.get(key) is not None}
 
 
-def save_tokenizer(folder: Path, tokenizer: Any) -> dict[str, Any]:
+def save_tokenizer(folder: Path, tokenizer: Any) -> JsonObject:
   """Writes a tokenizer, its template and what is known of generation.
 
   Args:
@@ -70,5 +72,5 @@ def save_tokenizer(folder: Path, tokenizer: Any) -> dict[str, Any]:
   return {**special_tokens(generation), 'transformers_version': version}
 
 
-def _write(path: Path, fields: dict[str, Any]) -> None:
+def _write(path: Path, fields: JsonObject) -> None:
   path.write_text(json.dumps(fields, indent=2, ensure_ascii=False) + '\n', 'utf-8')

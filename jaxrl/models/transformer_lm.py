@@ -14,7 +14,8 @@ from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.remat import RematPolicy
-from jaxrl.types import Array, Params, PolicyOutputs, TokenTree
+from jaxrl.options import Keywords
+from jaxrl.types import Array, Params, PolicyOutputs, PyTree, TokenTree
 from kernels.attention import attention
 from kernels.dispatch import check_kernels_option, platform_of
 from kernels.token_logprobs import token_logprobs
@@ -63,11 +64,11 @@ class TransformerLM:
   kernels: str = 'auto'
   platform: str | None = None
   kept_bytes: int | None = None
-  context: Any = None
+  context: PyTree = None
   router_replay: bool = False
   row_segments: int = 0
   weights_dtype: str = ''
-  rounding: Any = None
+  rounding: PyTree = None
 
   def __post_init__(self) -> None:
     check_kernels_option(self.kernels)
@@ -139,7 +140,7 @@ class TransformerLM:
     prefix_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
     routed_experts: jax.Array | None = None,
-    images: Any = None,
+    images: PyTree = None,
   ) -> jax.Array:
     """Computes the final normed states of tokens.
 
@@ -170,7 +171,7 @@ class TransformerLM:
     prefix_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
     routed_experts: jax.Array | None = None,
-    images: Any = None,
+    images: PyTree = None,
     *,
     keep_cache: bool,
     across: bool = False,  # whether rows are sharded as `context` does it
@@ -260,7 +261,7 @@ class TransformerLM:
     prefix_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
     routed_experts: jax.Array | None = None,
-    images: Any = None,
+    images: PyTree = None,
     attend_with: AttendWith | None = None,
     row_segments: int | None = None,
     tree: TokenTree | None = None,
@@ -365,7 +366,7 @@ class TransformerLM:
     )
 
   def prefill(
-    self, params: Params, tokens: jax.Array, lengths: jax.Array, images: Any = None
+    self, params: Params, tokens: jax.Array, lengths: jax.Array, images: PyTree = None
   ) -> tuple[jax.Array, caches.PrefillKV]:
     """Runs prompts. A row's result depends on no other row.
 
@@ -456,7 +457,7 @@ class TransformerLM:
     """
     return rope.rotations(self.config, positions) if self.exact is None else None
 
-  def kernel_options(self, row_segments: int | None = None) -> dict[str, Any]:
+  def kernel_options(self, row_segments: int | None = None) -> Keywords:
     """Returns the options by which attention chooses its kernel and runs on a mesh.
 
     Args:
@@ -469,7 +470,7 @@ class TransformerLM:
       'row_segments': self.row_segments if row_segments is None else row_segments,
     }
 
-  def _tokenwise(self, function: Callable[..., Any], *arrays: jax.Array | None) -> Any:
+  def _tokenwise(self, function: Callable[..., Any], *arrays: Array | None) -> PyTree:
     """Runs function(*arrays) on arrays `[N, …]` or None, in the mode of this model."""
     if self.exact is None:
       return function(*arrays)
@@ -502,9 +503,9 @@ class TransformerLM:
     block: layers.Block,
     x: jax.Array,
     rotations: dict[str, rope.Rotation],
-    attend: Callable[..., tuple[jax.Array, Any]],
+    attend: Callable[..., tuple[jax.Array, PyTree]],
     extra: jax.Array | None = None,
-  ) -> tuple[jax.Array, tuple[Any, Any]]:
+  ) -> tuple[jax.Array, tuple[PyTree, PyTree]]:
     """Runs one layer over a cache, in the mode of this model.
 
     Args:
@@ -526,7 +527,7 @@ class TransformerLM:
 
   def _feed(
     self, mlp: Any, x: jax.Array, routed: jax.Array | None = None
-  ) -> tuple[jax.Array, Any]:
+  ) -> tuple[jax.Array, PyTree]:
     """Computes the MLP or experts of states `[..., D]`; also returns the experts taken.
 
     States `[N, D]`, of decode and the exact mode, are whole on each device.

@@ -7,10 +7,12 @@ the rows of the episode.
 
 import asyncio
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl.data.seeds import fold_seed
+from jaxrl.envs.agents.agent_env import AgentResult
+from jaxrl.options import Keywords
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.episodes.prompt_templates import PromptTemplates
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
@@ -78,7 +80,7 @@ class AgentEnvManager(EnvManager):
     except Exception as error:  # the endpoint cannot listen on this machine
       cache.truncate('generate_failed', error)
       return
-    result: Mapping[str, Any] = {}
+    result: AgentResult = {}
     agent_error: Exception | None = None
     try:
       result = await self._run_agent(cache.env.run, endpoint.url, key)
@@ -97,7 +99,7 @@ class AgentEnvManager(EnvManager):
     cache.turns = [turn for branch in cache.branches for turn in branch.turns]
     cache.messages = [m for branch in cache.branches[-1:] for m in branch.messages]
 
-  async def _run_agent(self, fn: Callable[..., Any], *args: Any) -> Any:
+  async def _run_agent(self, fn: Callable[..., object], *args: object) -> Any:
     return await self._run_on_thread(fn, *args, timeout=self._timeouts.step)
 
   def _set_stop_reason(
@@ -133,7 +135,7 @@ class AgentEnvManager(EnvManager):
       self._discard_env()
 
   async def _reward_last_reply(
-    self, cache: AgentRolloutCache, state: SessionState, result: Mapping[str, Any]
+    self, cache: AgentRolloutCache, state: SessionState, result: AgentResult
   ) -> None:
     """Adds what agent, clients and grader say of the episode to the last reply."""
     last_reply = list(state.session.replies.values())[-1]
@@ -172,7 +174,7 @@ class AgentEnvManager(EnvManager):
     """Resets the environment; the agent writes the prompt, so it is empty here."""
     self._assign_env(cache)
     cache.generation_prompt = self.context.chat.generation_prompt
-    options: dict[str, Any] = {'generation_prompt': cache.generation_prompt}
+    options: Keywords = {'generation_prompt': cache.generation_prompt}
     if cache.task is not None:
       options['task'] = cache.task
     observation, info = cache.env.reset(seed=cache.seed, options=options)

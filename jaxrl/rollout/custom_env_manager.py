@@ -14,7 +14,7 @@ from typing import Any
 
 from jaxrl.component_table import Component, ComponentTable, as_call, component_name
 from jaxrl.group_stats import SampleRows
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, Keywords, OptionValues
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager, EnvManagerOptions
 from jaxrl.rollout.queue.group_state import EpisodeLease, EpisodeQueue
@@ -26,7 +26,7 @@ _TOKEN_ARRAYS = ('action_mask', 'rollout_logprobs', 'rewards', 'weights_version'
 
 def find_env_manager(
   manager: Component, where: str, *, is_agent: bool = False, has_players: bool = False
-) -> tuple[type[Any], dict[str, Any]]:
+) -> tuple[type[Any], Keywords]:
   """Finds the class of a custom manager, and checks whether it follows the protocol.
 
   Args:
@@ -98,7 +98,7 @@ def make_custom_env_manager(
   context: EnvContext,
   group_id: int,
   env_id: int,
-  options: Mapping[str, Any],
+  options: OptionValues,
 ) -> Any:
   """Creates a custom manager.
 
@@ -206,7 +206,7 @@ class CheckedQueue:
       self._queue.put(group_id, episode_id, start_step, rollout, env_id)
     )
 
-  def _check_rows(self, lease: EpisodeLease, rollout: Any) -> None:
+  def _check_rows(self, lease: EpisodeLease, rollout: object) -> None:
     if not isinstance(rollout, list) or not rollout:
       kind = 'an empty list' if rollout == [] else f'a {type(rollout).__name__}'
       raise self._error(f'put {kind} in place of a list of Trajectory rows')
@@ -290,7 +290,7 @@ class CheckedManager:
     self._queue = queue
     self._single = single
 
-  async def run_rollout_loop(self, data: Mapping[str, Any]) -> int:
+  async def run_rollout_loop(self, data: Mapping[str, int]) -> int:
     """Plays episodes until the queue has no more leases.
 
     Args:

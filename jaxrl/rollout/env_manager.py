@@ -17,12 +17,13 @@ from jaxrl.data.chat_tokenizer import CHARS_PER_TOKEN, ChatTokenizer, has_images
 from jaxrl.data.seeds import StartingEpisode, fold_seed, starting
 from jaxrl.envs.env_registry import (
   Env,
+  Observation,
   check_reset_result,
   check_step_result,
   cut_observation,
 )
 from jaxrl.group_stats import RESPONSE_TRUNCATED
-from jaxrl.options import Options, option, section
+from jaxrl.options import Keywords, Options, option, section
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.resumable_generation import (
   generate_or_abort,
@@ -37,9 +38,9 @@ from jaxrl.types import (
   MAX_ROLES,
   Completion,
   PromptTooLongError,
-  RolloutEngine,
   SamplingParams,
   TaskSource,
+  TokenGenerator,
   Trajectory,
 )
 
@@ -70,7 +71,7 @@ class EnvContext:
   """
 
   make_env: Callable[[], Env]
-  engine: RolloutEngine
+  engine: TokenGenerator
   chat: ChatTokenizer
   pool: ThreadPool
   queue: EpisodeQueue | None = None
@@ -191,7 +192,7 @@ class EnvManager:
     self._is_trial = False
     self._running: tuple[EpisodeLease, asyncio.Task] | None = None
 
-  async def run_rollout_loop(self, data: Mapping[str, Any]) -> int:
+  async def run_rollout_loop(self, data: Mapping[str, int]) -> int:
     """Plays episodes until the queue has no more leases.
 
     Args:
@@ -462,7 +463,7 @@ class EnvManager:
     """Resets the environment; returns the ids of the first prompt."""
     self._assign_env(cache)
     cache.generation_prompt = self.context.chat.generation_prompt
-    options: dict[str, Any] = {'generation_prompt': cache.generation_prompt}
+    options: Keywords = {'generation_prompt': cache.generation_prompt}
     if (tool_format := self.context.chat.tool_format) is not None:
       options['tool_format'] = tool_format.name
     if cache.task is not None:
@@ -504,7 +505,7 @@ class EnvManager:
   def _encode_observation(
     self,
     cache: RolloutCache,
-    observation: Any,
+    observation: Observation,
     info: Mapping[str, Any],
     encode: Callable[..., list[int]],
   ) -> list[int]:
@@ -550,7 +551,7 @@ class EnvManager:
   # ---- on the event loop
 
   async def _run_on_thread(
-    self, fn: Callable[..., Any], *args: Any, timeout: float | None
+    self, fn: Callable[..., object], *args: object, timeout: float | None
   ) -> Any:
     return await self.context.pool.run(fn, *args, timeout=timeout or None)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import Component
-from jaxrl.options import Options, option
+from jaxrl.options import Options, OptionValues, option
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 
@@ -95,7 +95,7 @@ class EnvWorker:
     self,
     context: EnvContext,
     env_ids: Sequence[tuple[int, int]],
-    options: Mapping[str, Any] | None = None,
+    options: OptionValues | None = None,
     manager: Component | None = None,
   ):
     """Creates a manager for each environment.
@@ -114,7 +114,7 @@ class EnvWorker:
       for group_id, env_id in env_ids
     }
 
-  async def run(self, data: Mapping[str, Any]) -> int:
+  async def run(self, data: Mapping[str, int]) -> int:
     """Plays until the queue has no more leases.
 
     Args:

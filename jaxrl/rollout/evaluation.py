@@ -4,7 +4,6 @@ import asyncio
 import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
@@ -18,6 +17,7 @@ from jaxrl.group_stats import (
   sample_scores,
   without_greedy,
 )
+from jaxrl.options import OptionValues
 from jaxrl.rollout import pass_at_k
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvManager
@@ -165,7 +165,7 @@ def summarize(
 
 
 def derived_metrics(
-  env_type: str, env_config: Mapping[str, Any], tag: str, metrics: Mapping[str, float]
+  env_type: str, env_config: OptionValues, tag: str, metrics: Mapping[str, float]
 ) -> dict[str, float]:
   """Returns what the class of an environment says follows from an evaluation.
 
@@ -231,7 +231,7 @@ def sample_answers(group: Group) -> list[Hashable | None]:
   return [_canonical_answer(rows[-1].columns.get(ANSWER_COLUMN)) for rows in samples]
 
 
-def _canonical_answer(answer: Any) -> Hashable | None:
+def _canonical_answer(answer: object) -> Hashable | None:
   text = normalize_answer('' if answer is None else str(answer))
   number = parse_number(text)
   return number if number is not None else text or None

@@ -14,7 +14,12 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.data.seeds import fold_seed
-from jaxrl.envs.env_registry import as_real_number, check_step_result, is_valid_reward
+from jaxrl.envs.env_registry import (
+  Observation,
+  as_real_number,
+  check_step_result,
+  is_valid_reward,
+)
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
@@ -279,7 +284,7 @@ class MultiPlayerEnvManager(EnvManager):
     return self._show(game.player, observation, info)
 
   def _show(
-    self, player: PlayerCache, observation: Any, info: Mapping[str, Any]
+    self, player: PlayerCache, observation: Observation, info: Mapping[str, object]
   ) -> list[int]:
     """Adds an observation to a player's conversation, and returns its ids."""
     encode: Callable[..., list[int]] = _encode_nothing  # an opponent reads the text
@@ -288,7 +293,7 @@ class MultiPlayerEnvManager(EnvManager):
     if player.is_trained and player.turns:
       reply = player.tokens[player.turns[-1].start : player.turns[-1].stop]
 
-      def encode_next(messages: Sequence[Message], **options: Any) -> list[int]:
+      def encode_next(messages: Sequence[Message], **options: object) -> list[int]:
         return player.chat.encode_next_prompt(messages, reply=reply, **options)
 
       encode = encode_next
@@ -298,7 +303,7 @@ class MultiPlayerEnvManager(EnvManager):
     count = self._players.count
     return f"info['role'] is {role}, but there are {count} players, numbered from 0"
 
-  def _check_reward(self, game: GameCache, role: Any, reward: Any) -> None:
+  def _check_reward(self, game: GameCache, role: object, reward: object) -> None:
     """Checks one of `info['rewards']`."""
     if role not in range(len(game.players)) or role == game.role:
       raise ValueError(
@@ -343,5 +348,5 @@ def _reply(opponent: Opponent, messages: list[Message], role: int, seed: int) ->
   return opponent.reply(messages, role=role, seed=seed)
 
 
-def _encode_nothing(messages: Sequence[Message], **options: Any) -> list[int]:
+def _encode_nothing(messages: Sequence[Message], **options: object) -> list[int]:
   return []

@@ -151,8 +151,8 @@ class PlayerOptions:
 
 def check_players(
   name: str,
-  num_players: Any,
-  opponent: Any = None,
+  num_players: object,
+  opponent: object = None,
   policy_role: int | None = None,
 ) -> None:
   """Checks who is to play an environment.

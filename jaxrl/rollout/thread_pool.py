@@ -17,12 +17,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar, TypeVarTuple
 
 from jaxrl.options import Options, option
 from jaxrl.user_code import describe_error
 
 DEFAULT_NUM_THREADS = 8
+Arguments = TypeVarTuple('Arguments')
+Value = TypeVar('Value')
 
 
 @dataclasses.dataclass(frozen=True)
@@ -140,7 +142,7 @@ class _StandardStreams:
     setattr(sys, name, original)
 
 
-def _is_closed(stream: Any) -> bool:
+def _is_closed(stream: object) -> bool:
   return bool(getattr(stream, 'closed', False))
 
 
@@ -154,7 +156,7 @@ class _PooledCall:
 
   __slots__ = ('fn', 'future', 'is_abandoned', 'is_finished', 'loop', 'start')
 
-  def __init__(self, fn: Callable[[], Any], loop: asyncio.AbstractEventLoop):
+  def __init__(self, fn: Callable[[], object], loop: asyncio.AbstractEventLoop):
     self.fn = fn
     self.loop = loop
     self.future = loop.create_future()
@@ -194,8 +196,11 @@ class ThreadPool:
     threading.Thread(target=self._work, name='env-call', daemon=True).start()
 
   async def run(
-    self, fn: Callable[..., Any], *args: Any, timeout: float | None = None
-  ) -> Any:
+    self,
+    fn: Callable[[*Arguments], Value],
+    *args: *Arguments,
+    timeout: float | None = None,
+  ) -> Value:
     """Runs `fn(*args)` on a thread of the pool and waits for its result.
 
     Args:
@@ -275,7 +280,9 @@ class ThreadPool:
     self._streams.forget(self)
 
 
-def _resolve(future: asyncio.Future, result: Any, error: BaseException | None) -> None:
+def _resolve(
+  future: asyncio.Future, result: object, error: BaseException | None
+) -> None:
   if future.done():
     return
   if error is None:

@@ -27,7 +27,7 @@ from jaxrl.training.batch_fields import (
   singleton_rows,
 )
 from jaxrl.training.batching.packing_plan import PackingPlan
-from jaxrl.training.train_state import StepSpec
+from jaxrl.training.train_state import AlgorithmState, StepSpec
 from jaxrl.types import Advantages, Array, Batch, Params, PolicyOutputs
 
 StepMetrics = dict[str, Array]
@@ -38,11 +38,11 @@ def score_and_compute_advantages(
   num_chunks: int,
   params: Params,
   ref_params: Params | None,
-  algorithm_state: dict[str, Any],
+  algorithm_state: AlgorithmState,
   batch: Batch,
   hparams: HParams,
   plan: PackingPlan | None = None,
-) -> tuple[dict[str, Array], dict[str, Any], StepMetrics]:
+) -> tuple[dict[str, Array], AlgorithmState, StepMetrics]:
   """Scores a batch and computes its advantages.
 
   The KL penalty is subtracted from the rewards before the advantage reads them:
@@ -164,9 +164,9 @@ def _update_kl_controller(
   spec: StepSpec,
   fields: BatchFields,
   sampled: Array,
-  state: dict[str, Any],
+  state: AlgorithmState,
   hparams: HParams,
-) -> tuple[dict[str, Any], StepMetrics]:
+) -> tuple[AlgorithmState, StepMetrics]:
   """Returns the KL controller's next state, and metrics with this batch's coefficient.
 
   The controller gets the KL term's estimate at coefficient 1, of the behaviour policy
@@ -204,7 +204,7 @@ def _kl_penalty(
   spec: StepSpec,
   fields: BatchFields,
   sampled: Array,
-  state: dict[str, Any],
+  state: AlgorithmState,
   hparams: HParams,
 ) -> Array | None:
   """Computes the penalty `[B, T]` on rewards; 0 where the policy did not sample."""
@@ -222,7 +222,7 @@ def _advantages_of_all_rows(
   batch: Batch,
   fields: BatchFields,
   penalty: Array | None,
-  state: dict[str, Any],
+  state: AlgorithmState,
   hparams: HParams,
 ) -> tuple[Advantages, StepMetrics]:
   """Computes the advantages of rollouts and of offline rows, and their metrics."""
@@ -241,7 +241,7 @@ def _compute_advantages(
   spec: StepSpec,
   fields: BatchFields,
   penalty: Array | None,
-  state: dict[str, Any],
+  state: AlgorithmState,
   hparams: HParams,
 ) -> Advantages:
   part = spec.algorithm.advantage

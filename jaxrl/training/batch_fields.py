@@ -18,9 +18,9 @@ from jaxrl.algorithms import requirements
 from jaxrl.component_table import component_name
 from jaxrl.functional import components, reductions
 from jaxrl.options import defaults
-from jaxrl.types import Advantages, Algorithm, Array, Batch
+from jaxrl.types import Advantages, Algorithm, Array, Batch, PyTree
 
-BatchFields = dict[str, Any]  # field name → array
+BatchFields = dict[str, PyTree]  # field name → array; images are a tree
 HParams = dict[str, Any]  # the traced options of a step; see `train_step`
 
 # Fields that every batch has on the devices.
@@ -86,7 +86,7 @@ SHARED_FIELDS = ('step', 'key', 'state')  # the same for all rows
 
 
 def make_batch_fields(
-  algorithm: Algorithm, batch: Batch, state: dict[str, Any], hparams: HParams
+  algorithm: Algorithm, batch: Batch, state: dict[str, PyTree], hparams: HParams
 ) -> BatchFields:
   """Returns the batch as a dict of fields, under the names that components use.
 

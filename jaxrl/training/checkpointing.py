@@ -24,6 +24,7 @@ import orbax.checkpoint.experimental.v1 as ocp
 from jax.experimental import multihost_utils
 
 from jaxrl.options import Options, option
+from jaxrl.types import AnyArray, PyTree, StateDict
 
 CHECKSUMS = 'checksums.json'  # in a checkpoint's folder: size and CRC-32 by file
 READ_BYTES = 2**22
@@ -115,7 +116,7 @@ class Checkpointer:
       return []
     return [int(path.name) for path in self.directory.iterdir() if path.name.isdigit()]
 
-  def save(self, step: int, arrays: Any, data: Mapping[str, Any]) -> None:
+  def save(self, step: int, arrays: PyTree, data: StateDict) -> None:
     """Starts writing a checkpoint.
 
     It returns when the arrays may be changed or donated, and does nothing if the step
@@ -172,7 +173,7 @@ class Checkpointer:
     except OSError as error:
       log.warning('checkpoint %d has no checksums: %s', step, error)
 
-  def restore(self, like: Any, step: int | None = None) -> tuple[Any, dict[str, Any]]:
+  def restore(self, like: PyTree, step: int | None = None) -> tuple[PyTree, StateDict]:
     """Loads a checkpoint.
 
     Args:
@@ -209,7 +210,7 @@ class Checkpointer:
       )
     raise CheckpointError(f'there is no checkpoint in {self.directory}')
 
-  def _try_load(self, like: Any, step: int) -> tuple[Any, str]:
+  def _try_load(self, like: PyTree, step: int) -> tuple[PyTree, str]:
     """Returns what a checkpoint holds, or None and what is wrong with its files."""
     path = self.directory / str(step)
     damage = self._find_damage(path)
@@ -267,7 +268,7 @@ class Checkpointer:
         *(step, self.directory, damage, step, used),
       )
 
-  def _load(self, like: Any, step: int) -> tuple[Any, dict[str, Any]]:
+  def _load(self, like: PyTree, step: int) -> tuple[PyTree, StateDict]:
     """Loads the checkpoint of a step whose files are not known to be damaged."""
     expected = {
       name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
@@ -480,7 +481,7 @@ def _megabytes(size: int) -> str:
   return f'{math.ceil(size / 2**20):,} MiB'
 
 
-def flatten_by_name(tree: Any) -> dict[str, Any]:
+def flatten_by_name(tree: PyTree) -> dict[str, AnyArray]:
   """Returns the arrays of a tree by dotted name, in the tree's order."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {

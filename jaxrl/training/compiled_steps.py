@@ -8,7 +8,6 @@ equal specs on one mesh share them.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,10 +28,10 @@ from jaxrl.training.train_state import (
   with_shardings,
 )
 from jaxrl.training.train_step import train_step
-from jaxrl.types import MAX_REWARD_TERMS, Batch
+from jaxrl.types import MAX_REWARD_TERMS, Batch, PyTree
 
 # The leaves' shapes and the structure of the traced options: a hashable cache key.
-_HParamsKey = tuple[tuple[jax.ShapeDtypeStruct, ...], Any]
+_HParamsKey = tuple[tuple[jax.ShapeDtypeStruct, ...], jax.tree_util.PyTreeDef]
 
 
 class CompiledSteps:
@@ -54,7 +53,7 @@ class CompiledSteps:
     leaves, treedef = jax.tree.flatten(shapes)
     self._hparams_key = (tuple(leaves), treedef)
 
-  def advantage_step(self, shape: BatchShape) -> Callable[..., Any]:
+  def advantage_step(self, shape: BatchShape) -> Callable[..., PyTree]:
     """Returns the compiled advantage step for batches of a shape.
 
     It maps `(params, ref_params, algorithm_state, batch, hparams)`, and the scoring
@@ -62,14 +61,14 @@ class CompiledSteps:
     """
     return _compile_advantage_step(self._spec, self._mesh, shape, self._hparams_key)
 
-  def train_step(self, shape: BatchShape) -> Callable[..., Any]:
+  def train_step(self, shape: BatchShape) -> Callable[..., PyTree]:
     """Returns the compiled train step for batches of a shape.
 
     It maps `(state, batch, index, hparams)` to `(state, metrics)` and donates `state`.
     """
     return _compile_train_step(self._spec, self._mesh, shape, self._hparams_key)
 
-  def compile(self, shape: BatchShape) -> dict[str, Callable[..., Any]]:
+  def compile(self, shape: BatchShape) -> dict[str, Callable[..., PyTree]]:
     """Returns the compiled programs for batches of a shape.
 
     Returns:
@@ -80,7 +79,7 @@ class CompiledSteps:
       programs['prepare'] = self.advantage_step(shape)
     return programs | {'train': self.train_step(shape)}
 
-  def trace(self, shape: BatchShape) -> dict[str, Any]:
+  def trace(self, shape: BatchShape) -> dict[str, jax.stages.Traced]:
     """Traces the programs for batches of a shape, without compiling them.
 
     Returns:
@@ -133,13 +132,13 @@ def batch_shapes(spec: StepSpec, mesh: Mesh, shape: BatchShape) -> Batch:
 @functools.lru_cache(maxsize=64)
 def _compile_advantage_step(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
-) -> Any:
+) -> jax.stages.Compiled:
   return _trace_advantage_step(spec, mesh, shape, hparams_key).lower().compile()
 
 
 def _trace_advantage_step(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
-) -> Any:
+) -> jax.stages.Traced:
   spec = _with_segments(spec, shape)
   function = functools.partial(score_and_compute_advantages, spec, shape.num_chunks)
   arguments = _advantage_step_arguments(spec, mesh, shape, hparams_key)
@@ -155,7 +154,7 @@ def _trace_advantage_step(
 @functools.lru_cache(maxsize=64)
 def _compile_train_step(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
-) -> Any:
+) -> Callable[..., PyTree]:
   if shape.num_parallel > 1:
     # Imported here because only shallow models on a CPU need it.
     from jaxrl.training.parallelism.parallel_microbatches import ParallelTrainStep
@@ -168,7 +167,7 @@ def _compile_train_step(
 
 def _trace_train_step(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
-) -> Any:
+) -> jax.stages.Traced:
   arguments = _train_step_arguments(spec, mesh, shape, hparams_key)
   jitted = jax.jit(
     functools.partial(train_step, _with_segments(spec, shape)),
@@ -188,7 +187,7 @@ def _with_segments(spec: StepSpec, shape: BatchShape) -> StepSpec:
 
 def _advantage_step_arguments(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
-) -> tuple[Any, ...]:
+) -> tuple[PyTree, ...]:
   """Returns shapes and shardings of the advantage step's arguments except the plan."""
   state = state_shapes(spec, mesh)
   return (
@@ -202,7 +201,7 @@ def _advantage_step_arguments(
 
 def _train_step_arguments(
   spec: StepSpec, mesh: Mesh, shape: BatchShape, hparams_key: _HParamsKey
-) -> tuple[TrainState, Batch, Any, HParams]:
+) -> tuple[TrainState, Batch, PyTree, HParams]:
   """Returns shapes and shardings of the train step's arguments."""
   batch = batch_shapes(spec, mesh, shape)
   if spec.has_advantage_step:

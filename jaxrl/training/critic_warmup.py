@@ -3,14 +3,13 @@
 During the warm-up no other parameter changes by a single bit.
 """
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
 from jaxrl.training import optimizers
+from jaxrl.training.batch_fields import HParams
 from jaxrl.training.optimizers import OptimizerStateSpec
-from jaxrl.types import Array, Params
+from jaxrl.types import Array, Params, PyTree
 
 VALUE_HEAD = 'value_head'  # top-level key of the value head's parameters
 
@@ -26,13 +25,13 @@ def init_warmup_state() -> dict[str, Array]:
 
 def apply_gradients_with_warmup(
   params: Params,
-  opt_state: Any,
+  opt_state: PyTree,
   grads: Params,
-  hparams: dict[str, Any],
+  hparams: HParams,
   is_warmup: Array,
   warmup_state: dict[str, Array],
   state_spec: OptimizerStateSpec,
-) -> tuple[Params, Any, dict[str, Array], dict[str, Array]]:
+) -> tuple[Params, PyTree, dict[str, Array], dict[str, Array]]:
   """Applies one optimizer update; during the warm-up, to the value head alone.
 
   The moments of the other parameters are still zero when the warm-up ends. Their bias
@@ -61,7 +60,7 @@ def apply_gradients_with_warmup(
     params, late_state, grads, hparams, state_spec
   )
 
-  def select(old: Any, head: Any, others: Any) -> Any:
+  def select(old: PyTree, head: PyTree, others: PyTree) -> PyTree:
     if not optimizers.same_structure(old, params):
       return head
     return _join(head, _where(is_warmup, old, others))
@@ -78,7 +77,7 @@ def apply_gradients_with_warmup(
   return params, opt_state, metrics, warmup_state
 
 
-def _subtract_updates(opt_state: Any, updates: Array) -> Any:
+def _subtract_updates(opt_state: PyTree, updates: Array) -> PyTree:
   """Subtracts `updates` from every step count in an optimizer state."""
   return jax.tree_util.tree_map_with_path(
     lambda path, x: x - updates if getattr(path[-1], 'name', '') == 'count' else x,

@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.transformer_lm import TransformerLM
+from jaxrl.options import Keywords
 from jaxrl.training.batch_fields import DENSE_IDS, BatchFields
 from jaxrl.training.batching.packing_plan import PackingPlan, most_sequences_per_row
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.train_state import StepSpec
-from jaxrl.types import Array, Batch, PackedRows, Params, PolicyOutputs
+from jaxrl.types import Array, Batch, PackedRows, Params, PolicyOutputs, PyTree
 from kernels.dispatch import platform_of
 
 # Maps a micro-batch's fields and weights to gradients and sums of metrics.
-MicroBatchGradFn = Callable[[BatchFields, Any], tuple[Params, Any]]
+MicroBatchGradFn = Callable[[BatchFields, PyTree], tuple[Params, PyTree]]
 
 
 def compute_outputs(
@@ -66,9 +67,9 @@ def _present_options(
   topk_ids: Array | None,
   routed_experts: Array | None,
   images: tuple[Array, Array] | None,
-) -> dict[str, Any]:
+) -> Keywords:
   """Returns those of the model's options that are given."""
-  options: dict[str, Any] = {}
+  options: Keywords = {}
   if topk_ids is not None:
     options['topk_ids'] = topk_ids
   if routed_experts is not None:
@@ -87,7 +88,7 @@ def _compute_packed_outputs(
   segment_ids: Array,
   more: tuple[Array | None, Array | None, tuple[Array, Array] | None],
   packed_rows: PackedRows,
-  options: dict[str, Any],
+  options: Keywords,
 ) -> PolicyOutputs:
   """Gathers tokens into packed rows, runs the model, and scatters its outputs back."""
   is_slot_used = packed_rows.origin >= 0
@@ -130,7 +131,7 @@ def _compute_packed_outputs(
 
 def _attention_options(
   model: TransformerLM, packed_rows: PackedRows, segment_ids: Array
-) -> dict[str, Any]:
+) -> Keywords:
   """Returns the model's option to attend on unpacked rows, where that is cheaper.
 
   Otherwise, returns how many segments packed rows have. They are not unpacked unless
@@ -188,10 +189,10 @@ def constrain_rows(spec: StepSpec, x: Array) -> Array:
 def map_micro_batches(
   spec: StepSpec,
   chunks: int | PackingPlan,
-  function: Callable[..., Any],
+  function: Callable[..., PyTree],
   tokens: Array,
-  *arrays: Any,
-) -> Any:
+  *arrays: PyTree,
+) -> PyTree:
   """Applies a function to one micro-batch after the other and joins the results.
 
   Args:
@@ -211,12 +212,12 @@ def map_micro_batches(
   plan = chunks
   num_rows, length = tokens.shape
 
-  def run(i: Any) -> Any:
+  def run(i: Array | int) -> PyTree:
     rows = jnp.maximum(plan.micro_batch_rows[i], 0)
     selected = jax.tree.map(lambda x: x[rows], inputs)
     return function(*selected, plan.packed_rows(i, length))
 
-  def body(i: Any, results: Any) -> Any:
+  def body(i: Array, results: PyTree) -> PyTree:
     rows = plan.micro_batch_rows[i]
     target = jnp.where(rows < 0, num_rows, rows)  # beyond the end: dropped
     put = lambda y, x: y.at[target].set(x, mode='drop')  # noqa: E731
@@ -230,11 +231,11 @@ def map_micro_batches(
 
 
 def _map_chunks(
-  spec: StepSpec, num_chunks: int, function: Callable[..., Any], *arrays: Any
-) -> Any:
+  spec: StepSpec, num_chunks: int, function: Callable[..., PyTree], *arrays: PyTree
+) -> PyTree:
   """Applies a function to one chunk of the rows `[N, …]` after the other."""
 
-  def body(_: None, inputs: Any) -> Any:
+  def body(_: None, inputs: PyTree) -> tuple[None, PyTree]:
     return None, function(*jax.tree.map(lambda x: constrain_rows(spec, x), inputs))
 
   split = jax.tree.map(lambda x: x.reshape(num_chunks, -1, *x.shape[1:]), arrays)
@@ -248,8 +249,8 @@ def accumulate_micro_batches(
   grad_fn: MicroBatchGradFn,
   params: Params,
   fields: BatchFields,
-  weights: Any,
-) -> tuple[Params, Any]:
+  weights: PyTree,
+) -> tuple[Params, PyTree]:
   """Sums gradients and metrics over the micro-batches of a minibatch.
 
   How many micro-batches a plan has is known only at run time: one program serves any
@@ -274,7 +275,7 @@ def accumulate_micro_batches(
     return micro_batch_grads(spec, plan, grad_fn, fields, weights, 0)
   start = zero_grads(spec, plan, grad_fn, params, fields, weights)
 
-  def add(i: Any, total: Any) -> Any:
+  def add(i: Array, total: PyTree) -> PyTree:
     grads = micro_batch_grads(spec, plan, grad_fn, fields, weights, i)
     return jax.tree.map(jnp.add, total, grads)
 
@@ -311,9 +312,9 @@ def micro_batch_grads(
   plan: PackingPlan,
   grad_fn: MicroBatchGradFn,
   fields: BatchFields,
-  weights: Any,
-  i: Any,
-) -> tuple[Params, Any]:
+  weights: PyTree,
+  i: Array | int,
+) -> tuple[Params, PyTree]:
   """Computes gradients and metrics of micro-batch `i` of a plan.
 
   The other arguments are those of `accumulate_micro_batches`.
@@ -333,8 +334,8 @@ def zero_grads(
   grad_fn: MicroBatchGradFn,
   params: Params,
   fields: BatchFields,
-  weights: Any,
-) -> tuple[Params, Any]:
+  weights: PyTree,
+) -> tuple[Params, PyTree]:
   """Returns the sums over no micro-batches; see `accumulate_micro_batches`."""
   sum_shapes = jax.eval_shape(
     lambda: micro_batch_grads(spec, plan, grad_fn, fields, weights, 0)
@@ -344,8 +345,8 @@ def zero_grads(
 
 
 def select_rows(
-  spec: StepSpec, fields: BatchFields, weights: Any, index: Array
-) -> tuple[BatchFields, Any]:
+  spec: StepSpec, fields: BatchFields, weights: PyTree, index: Array
+) -> tuple[BatchFields, PyTree]:
   """Selects rows of a minibatch's fields and weights.
 
   Args:

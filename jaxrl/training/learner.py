@@ -4,7 +4,7 @@ import dataclasses
 import functools
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -18,8 +18,9 @@ from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
 from jaxrl.training import batch_fields, monitoring, staleness, train_state
+from jaxrl.training.batch_fields import HParams
 from jaxrl.training.batching.batch_builder import BatchBuilder, BatchShape
-from jaxrl.training.batching.packing_plan import Packing
+from jaxrl.training.batching.packing_plan import BatchIndex, Packing
 from jaxrl.training.compiled_steps import CompiledSteps
 from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.monitoring import CompileCounter, UpdateMonitor
@@ -28,8 +29,8 @@ from jaxrl.training.parallelism import sharding
 from jaxrl.training.parallelism.mesh import single_device_mesh
 from jaxrl.training.parallelism.model_sharding import on_mesh
 from jaxrl.training.staleness import StalenessLimit
-from jaxrl.training.train_state import InferenceParams, StepSpec
-from jaxrl.types import Algorithm, Batch, Group, Params
+from jaxrl.training.train_state import AlgorithmState, InferenceParams, StepSpec
+from jaxrl.types import Algorithm, Batch, Group, Params, PyTree, StateDict
 from kernels.dispatch import platform_of
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ class Learner:
     self._advantages: jax.Array | None = None
     self._old_logprobs: jax.Array | None = None
     # Where the arrays lie on the devices, while they are offloaded.
-    self._device_shardings: dict[str, Any] | None = None
+    self._device_shardings: dict[str, PyTree] | None = None
     self._ref_params = train_state.reference_shapes(self._spec, self.mesh)
     if self._ref_params is not None:
       reference = lora.trainable_params(model.config, ref_params or params)
@@ -205,7 +206,7 @@ class Learner:
     return self._old_logprobs
 
   @property
-  def algorithm_state(self) -> dict[str, Any]:
+  def algorithm_state(self) -> AlgorithmState:
     """Returns the state that components carry from batch to batch, by component."""
     return self._state.algorithm_state
 
@@ -250,7 +251,7 @@ class Learner:
     return await self._device_thread.run(self._update, groups)
 
   async def save(
-    self, checkpointer: 'Checkpointer', data: Mapping[str, Any], *, wait: bool = False
+    self, checkpointer: 'Checkpointer', data: StateDict, *, wait: bool = False
   ) -> None:
     """Writes a checkpoint of the current step.
 
@@ -275,7 +276,7 @@ class Learner:
 
   async def restore(
     self, checkpointer: 'Checkpointer', step: int | None = None
-  ) -> dict[str, Any]:
+  ) -> StateDict:
     """Continues from a checkpoint.
 
     Args:
@@ -289,7 +290,7 @@ class Learner:
       CheckpointError: There is no such checkpoint, or it is of another model.
     """
 
-    def run() -> dict[str, Any]:
+    def run() -> StateDict:
       arrays, meta = checkpointer.restore(self._checkpoint_arrays(), step)
       learner = meta['learner']
       if learner.get('frozen') != self._frozen_fingerprint:
@@ -333,18 +334,18 @@ class Learner:
       shardings, self._device_shardings = self._device_shardings, None
       await self._device_thread.run(self._move, shardings)
 
-  def _move(self, shardings: dict[str, Any]) -> None:
+  def _move(self, shardings: dict[str, PyTree]) -> None:
     moved = jax.block_until_ready(jax.device_put(self._arrays(), shardings))
     self._state = moved['state']
     self._ref_params = moved.get('reference')
 
-  def _arrays(self) -> dict[str, Any]:
+  def _arrays(self) -> dict[str, PyTree]:
     arrays = {'state': self._state}
     if self._ref_params is not None:
       arrays['reference'] = self._ref_params
     return arrays
 
-  def _checkpoint_arrays(self) -> dict[str, Any]:
+  def _checkpoint_arrays(self) -> dict[str, PyTree]:
     """Returns the arrays of a checkpoint: all that is trained, and the reference."""
     params = lora.trainable_params(self._spec.model.config, self.params)
     return {**self._arrays(), 'state': dataclasses.replace(self._state, params=params)}
@@ -358,7 +359,7 @@ class Learner:
     return int(jax.jit(functools.partial(lora.fingerprint, config=config))(self.params))
 
   @property
-  def device_arrays(self) -> dict[str, Any]:
+  def device_arrays(self) -> dict[str, PyTree]:
     """Returns the arrays held on devices between updates, by part, or their shapes."""
     teachers = {} if self.teachers is None else {'teachers': self.teachers.params}
     return self._arrays() | teachers
@@ -373,7 +374,7 @@ class Learner:
       return []
     return self._batch_builder.warmup_shapes()
 
-  def trace(self, length: int) -> tuple[BatchShape, dict[str, Any]]:
+  def trace(self, length: int) -> tuple[BatchShape, dict[str, jax.stages.Traced]]:
     """Traces the programs that learn from a usual batch.
 
     If the model sees images, each group has one of its own, of 512 × 512 pixels or what
@@ -396,7 +397,7 @@ class Learner:
       shape = dataclasses.replace(shape, patches=patches)
     return shape, CompiledSteps(self._spec, self.mesh, self._hparams()).trace(shape)
 
-  def compile(self, length: int) -> tuple[BatchShape, dict[str, Any]]:
+  def compile(self, length: int) -> tuple[BatchShape, dict[str, Callable[..., PyTree]]]:
     """Compiles the programs that learn from a usual batch.
 
     They are those that `update` runs, and are kept for it. Where it would run several
@@ -414,7 +415,7 @@ class Learner:
       return shape, {name: one.lower().compile() for name, one in traced.items()}
     return shape, CompiledSteps(self._spec, self.mesh, self._hparams()).compile(shape)
 
-  def _hparams(self) -> dict[str, Any]:
+  def _hparams(self) -> HParams:
     """Returns the traced options, as arrays of fixed dtypes."""
     if self.optimizer.spec.state_spec != self._spec.optimizer_state:
       raise ValueError('only the numbers of an optimizer can change in a run')
@@ -428,7 +429,7 @@ class Learner:
     hparams = jax.tree.map(lambda x: dtypes[type(x)](x), hparams)
     return hparams | {'seed': np.uint32(self.seed % 2**32)}
 
-  def _compiled_programs(self, shape: BatchShape) -> dict[str, Callable[..., Any]]:
+  def _compiled_programs(self, shape: BatchShape) -> dict[str, Callable[..., PyTree]]:
     """Returns the compiled programs for a shape, as `CompiledSteps.compile` does."""
     if shape not in self._compiled_shapes:
       monitoring.log_recompile(shape, self._compiled_shapes, is_warm=self._is_warm)
@@ -519,9 +520,9 @@ class Learner:
     host_batch: Batch,
     batch: Batch,
     shape: BatchShape,
-    indices: list[Any],
-    advantage_step: Callable[..., Any] | None,
-  ) -> tuple[Batch, dict[str, Any], dict[str, jax.Array]]:
+    indices: Sequence[BatchIndex],
+    advantage_step: Callable[..., PyTree] | None,
+  ) -> tuple[Batch, AlgorithmState, dict[str, jax.Array]]:
     """Adds the fields of teachers and of the advantage step to a batch.
 
     Returns the batch, the next state of components, and the advantage step's metrics.

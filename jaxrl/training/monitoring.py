@@ -296,7 +296,7 @@ class CompileCounter:
     self.seconds = 0.0
     self._lock = threading.Lock()
 
-  def _on_event(self, event: str, duration_secs: float, **kwargs: Any) -> None:
+  def _on_event(self, event: str, duration_secs: float, **kwargs: object) -> None:
     del kwargs
     if event == self.EVENT:
       with self._lock:
@@ -307,7 +307,7 @@ class CompileCounter:
     jax.monitoring.register_event_duration_secs_listener(self._on_event)
     return self
 
-  def __exit__(self, *_: Any) -> None:
+  def __exit__(self, *_: object) -> None:
     jax.monitoring.unregister_event_duration_listener(self._on_event)
 
 

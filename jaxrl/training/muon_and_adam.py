@@ -13,9 +13,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jax.tree_util import KeyPath
 from optax.contrib import MuonDimensionNumbers
 
-from jaxrl.types import Array, Params
+from jaxrl.training.batch_fields import HParams
+from jaxrl.types import Array, Params, PyTree
 
 
 class MuonAndAdamState(NamedTuple):
@@ -32,7 +34,7 @@ class MuonAndAdamState(NamedTuple):
   nu: Params
 
 
-def matrix_axes(path: Sequence[Any], shape: Sequence[int]) -> tuple | None:
+def matrix_axes(path: KeyPath, shape: Sequence[int]) -> tuple | None:
   """Returns the axes of a hidden matrix: of its inputs, and of its outputs.
 
   Args:
@@ -52,7 +54,7 @@ def matrix_axes(path: Sequence[Any], shape: Sequence[int]) -> tuple | None:
 
 
 def scale_by_muon_and_adam(
-  hparams: dict[str, Any], ns_steps: int
+  hparams: HParams, ns_steps: int
 ) -> optax.GradientTransformation:
   """Returns the transformation, without learning rate and weight decay.
 
@@ -63,7 +65,7 @@ def scale_by_muon_and_adam(
   adam = optax.scale_by_adam(hparams['b1'], hparams['b2'], hparams['eps'])
 
   def init(params: Params) -> MuonAndAdamState:
-    def second(path: Any, x: Array) -> Array:
+    def second(path: KeyPath, x: Array) -> Array:
       is_matrix = matrix_axes(path, x.shape) is not None
       return jnp.zeros((1,), x.dtype) if is_matrix else jnp.zeros_like(x)
 
@@ -78,8 +80,8 @@ def scale_by_muon_and_adam(
     return MuonAndAdamState(jnp.zeros([], jnp.int32), mu, nu)
 
   def update(
-    updates: Params, state: Any, params: Params | None = None
-  ) -> tuple[Params, Any]:
+    updates: Params, state: PyTree, params: Params | None = None
+  ) -> tuple[Params, PyTree]:
     del params
     flat, treedef = jax.tree_util.tree_flatten_with_path(updates)
     axes = [matrix_axes(path, x.shape) for path, x in flat]
@@ -113,7 +115,7 @@ def scale_by_muon_and_adam(
 
 
 def _muon(
-  hparams: dict[str, Any], ns_steps: int, axes: list[Any]
+  hparams: HParams, ns_steps: int, axes: list[Any]
 ) -> optax.GradientTransformation:
   numbers: Any = [MuonDimensionNumbers(inputs, outputs) for inputs, outputs in axes]
   return optax.contrib.scale_by_muon(

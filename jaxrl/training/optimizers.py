@@ -17,10 +17,12 @@ import numpy as np
 import optax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxrl.component_table import Component, ComponentTable
 from jaxrl.options import ConfigError, Options, defaults, option
-from jaxrl.types import Array, Params
+from jaxrl.training.batch_fields import HParams
+from jaxrl.types import Array, Params, PyTree
 
 StateDtype = Literal['float32', 'bfloat16']
 # Weight decay applies only to parameters of these names.
@@ -59,7 +61,7 @@ class OptimizerSpec:
 
 
 def _optimizer_spec(
-  name: str, hparams: dict[str, float], **static: Any
+  name: str, hparams: dict[str, float], **static: object
 ) -> OptimizerSpec:
   for name_of, value in hparams.items():
     is_decay_rate = name_of in ('b1', 'b2', 'momentum')
@@ -381,7 +383,7 @@ def make_optimizer(
 
 def init_optimizer_state(
   params: Params, state_spec: OptimizerStateSpec = ADAMW_STATE
-) -> Any:
+) -> PyTree:
   """Returns the optimizer's state before the first update: zeros.
 
   Args:
@@ -395,9 +397,9 @@ def init_optimizer_state(
 def optimizer_state_sharding(
   shapes: Params,
   shardings: Params,
-  replicated: Any,
+  replicated: NamedSharding,
   state_spec: OptimizerStateSpec = ADAMW_STATE,
-) -> Any:
+) -> PyTree:
   """Returns the shardings of an optimizer's state.
 
   Moments are sharded as their parameters are. A mean along one axis of a parameter is
@@ -412,7 +414,7 @@ def optimizer_state_sharding(
   init = functools.partial(init_optimizer_state, state_spec=state_spec)
   state = jax.eval_shape(init, shapes)
 
-  def shard(path: Any, x: Any) -> Any:
+  def shard(path: KeyPath, x: PyTree) -> PyTree:
     if not same_structure(x, shapes):
       return replicated
     field = getattr(path[-1], 'name', '')
@@ -425,8 +427,12 @@ def optimizer_state_sharding(
 
 
 def _moment_sharding(
-  field: str, replicated: Any, x: Any, param: Any, sharding: NamedSharding
-) -> Any:
+  field: str,
+  replicated: NamedSharding,
+  x: jax.ShapeDtypeStruct,
+  param: jax.ShapeDtypeStruct,
+  sharding: NamedSharding,
+) -> NamedSharding:
   """Returns the sharding of `x`, the part of a state's `field` for `param`."""
   if x.shape == param.shape:
     return sharding
@@ -440,18 +446,18 @@ def _moment_sharding(
   )
 
 
-def same_structure(x: Any, params: Params) -> bool:
+def same_structure(x: PyTree, params: Params) -> bool:
   """Returns whether `x` is a tree of the same structure as `params`."""
   return jax.tree.structure(x) == jax.tree.structure(params)
 
 
 def apply_gradients(
   params: Params,
-  state: Any,
+  state: PyTree,
   grads: Params,
-  hparams: dict[str, Any],
+  hparams: HParams,
   state_spec: OptimizerStateSpec = ADAMW_STATE,
-) -> tuple[Params, Any, dict[str, Array]]:
+) -> tuple[Params, PyTree, dict[str, Array]]:
   """Applies one optimizer update.
 
   Args:
@@ -476,7 +482,7 @@ def apply_gradients(
 
 
 def make_transformation(
-  state_spec: OptimizerStateSpec, hparams: dict[str, Any]
+  state_spec: OptimizerStateSpec, hparams: HParams
 ) -> optax.GradientTransformation:
   """Returns the optax transformation of an update, without clipping and learning rate.
 
@@ -523,7 +529,7 @@ def _clip_by_layer_rms(threshold: Array, updates: Params, params: Params) -> Par
   """Scales each layer's array to a root mean square of at most `threshold`."""
   del params
 
-  def clip(path: Any, x: Array) -> Array:
+  def clip(path: KeyPath, x: Array) -> Array:
     axes = tuple(range(path[0].key == 'layers', x.ndim))
     rms = jnp.sqrt(jnp.mean(jnp.square(x), axis=axes, keepdims=True))
     return x / jnp.maximum(1.0, rms / threshold)
@@ -539,12 +545,14 @@ def _keep_in_bfloat16(
   def is_float(x: Array) -> bool:
     return jnp.issubdtype(x.dtype, jnp.floating)
 
-  def init(params: Params) -> Any:
+  def init(params: Params) -> PyTree:
     return jax.tree.map(
       lambda x: x.astype(jnp.bfloat16) if is_float(x) else x, inner.init(params)
     )
 
-  def update(updates: Params, state: Any, params: Params | None = None) -> Any:
+  def update(
+    updates: Params, state: PyTree, params: Params | None = None
+  ) -> tuple[Params, PyTree]:
     state = jax.tree.map(lambda x: x.astype(jnp.float32) if is_float(x) else x, state)
     updates, state = inner.update(updates, state, params)
     count: Any = state.count  # pyright: ignore

@@ -22,7 +22,15 @@ from jaxrl.training.batching.batch_builder import SEGMENT_LENGTHS_KEY
 from jaxrl.training.learner_options import LearnerOptions
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.train_state import StepSpec
-from jaxrl.types import TEACHER_PROMPT_KEY, Array, Batch, Group, Params, Trajectory
+from jaxrl.types import (
+  TEACHER_PROMPT_KEY,
+  Array,
+  Batch,
+  Group,
+  Params,
+  PolicyOutputs,
+  Trajectory,
+)
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +139,7 @@ class SelfTeacherScorer:
     if self._teacher.params == 'ema':
       _compile_average(self._spec, self._mesh)
 
-  def trace(self, rows: int, length: int) -> dict[str, Any]:
+  def trace(self, rows: int, length: int) -> dict[str, jax.stages.Traced]:
     """Traces the program that scores `chunk_rows` rows of a batch.
 
     Args:
@@ -143,7 +151,7 @@ class SelfTeacherScorer:
     """
     return {'teacher': _trace_score(*self._program(rows, length, self.max_tokens))}
 
-  def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
+  def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Array]:
     """Computes the teacher fields of a batch, after `follow`.
 
     Args:
@@ -212,7 +220,9 @@ class SelfTeacherScorer:
     options = self.fields, self._temperature
     return self._spec, self._mesh, self.chunk_rows, sizes, *options
 
-  def _compiled(self, rows: int, length: int, room: int) -> tuple[Any, Any]:
+  def _compiled(
+    self, rows: int, length: int, room: int
+  ) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
     program = self._program(rows, length, room)
     return _compile_zeros(*program), _compile_score(*program)
 
@@ -253,7 +263,7 @@ def lay_out_prompts(
 
 
 @functools.lru_cache(maxsize=64)
-def _compile_average(spec: StepSpec, mesh: Mesh) -> Any:
+def _compile_average(spec: StepSpec, mesh: Mesh) -> jax.stages.Compiled:
   shapes = train_state.reference_shapes(spec, mesh)
   layouts = jax.tree.map(lambda x: x.sharding, shapes)
   jitted = jax.jit(_move_average, donate_argnums=0, out_shardings=layouts)
@@ -292,7 +302,7 @@ def _compile_zeros(
   sizes: tuple[int, int, int],
   names: tuple[str, ...],
   temperature: float,
-) -> Any:
+) -> jax.stages.Compiled:
   shapes = _field_shapes(spec, mesh, sizes, names)
   zeros = lambda: {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes.items()}  # noqa: E731
   layouts = {name: x.sharding for name, x in shapes.items()}
@@ -300,7 +310,7 @@ def _compile_zeros(
 
 
 @functools.lru_cache(maxsize=64)
-def _compile_score(*program: Any) -> Any:
+def _compile_score(*program: Any) -> jax.stages.Compiled:
   return _trace_score(*program).lower().compile()
 
 
@@ -311,12 +321,14 @@ def _trace_score(
   sizes: tuple[int, int, int],
   names: tuple[str, ...],
   temperature: float,
-) -> Any:
+) -> jax.stages.Traced:
   """Traces (params, ref_params, tokens, segment_ids, shown, index, fields) → fields."""
   rows, length, width = sizes
   layout = sharding.rows_sharding(mesh)
 
-  def shape(*size: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+  def shape(
+    *size: int, dtype: jax.typing.DTypeLike = jnp.int32
+  ) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(size, dtype, sharding=layout)
 
   fields = _field_shapes(spec, mesh, sizes, names)
@@ -358,7 +370,9 @@ def _score(
   num_shown, length = shown['tokens'].shape[1], tokens.shape[1]
   shift = shown['shift'][rows]
 
-  def outputs(params: Params, tokens: Array, segments: Array, **options: Any) -> Any:
+  def outputs(
+    params: Params, tokens: Array, segments: Array, **options: Any
+  ) -> PolicyOutputs:
     segments = jnp.where(is_row[:, None], segments[rows], 0)
     return model.policy_outputs(
       params,

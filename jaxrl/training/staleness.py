@@ -11,7 +11,7 @@ what happens to older tokens. 'drop' is applied when groups are taken from the q
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +23,7 @@ from jaxrl.component_table import ComponentTable
 from jaxrl.group_stats import oldest_weights_version
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism import sharding
-from jaxrl.types import Algorithm, Array, Batch, Group
+from jaxrl.types import Algorithm, Array, Batch, Group, PyTree
 
 Action = Literal['drop', 'mask', 'recompute']
 
@@ -274,7 +274,9 @@ _SIGNATURES = {
 
 
 @functools.lru_cache(maxsize=64)
-def _compiled(function: Any, mesh: Mesh, size: tuple[int, int]) -> Callable[..., Any]:
+def _compiled(
+  function: Callable[..., PyTree], mesh: Mesh, size: tuple[int, int]
+) -> jax.stages.Compiled:
   """Compiles ahead of time, so that no step with older tokens waits for a compiler."""
   dtypes, returns_rows = _SIGNATURES[function]
   by_row, replicated = sharding.rows_sharding(mesh), sharding.replicated(mesh)
@@ -285,8 +287,8 @@ def _compiled(function: Any, mesh: Mesh, size: tuple[int, int]) -> Callable[...,
 
 def _needed_functions(
   limit: StalenessLimit | None, scored: bool
-) -> list[Callable[..., Any]]:
-  functions: list[Callable[..., Any]] = [_mean_differences] if scored else []
+) -> list[Callable[..., PyTree]]:
+  functions: list[Callable[..., PyTree]] = [_mean_differences] if scored else []
   if limit is not None and limit.action != 'drop':
     functions.append(_mask_out if limit.action == 'mask' else _select_logprobs)
   return functions

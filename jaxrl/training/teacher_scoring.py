@@ -8,7 +8,7 @@ import dataclasses
 import functools
 import pathlib
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -196,7 +196,7 @@ class Teachers:
       for teacher in self._teachers:
         self._compiled(teacher, rows, length)
 
-  def trace(self, rows: int, length: int) -> dict[str, Any]:
+  def trace(self, rows: int, length: int) -> dict[str, jax.stages.Traced]:
     """Traces each teacher's program that scores `chunk_rows` rows of a batch.
 
     Args:
@@ -219,7 +219,7 @@ class Teachers:
     """Returns the reference as it is: these teachers do not follow their student."""
     return ref_params
 
-  def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Any]:
+  def score(self, batch: Batch, groups: Sequence[Group]) -> dict[str, Array]:
     """Computes the teacher fields of a batch.
 
     Args:
@@ -268,7 +268,7 @@ class Teachers:
 
   def _compiled(
     self, teacher: ShardedTeacher, rows: int, length: int, is_whole: bool = True
-  ) -> tuple[Any, Any]:
+  ) -> tuple[jax.stages.Compiled, jax.stages.Compiled]:
     """Returns the compiled (zeros, score) for a teacher and a batch.
 
     Args:
@@ -351,7 +351,7 @@ def teacher_fields_from_data(
 
 
 @functools.lru_cache(maxsize=64)
-def _compile_zeros(shapes: _FieldShapes) -> Any:
+def _compile_zeros(shapes: _FieldShapes) -> jax.stages.Compiled:
   """Compiles a function () → fields of zeros."""
   zeros = lambda: {name: jnp.zeros(x.shape, x.dtype) for name, x in shapes}  # noqa: E731
   layouts = {name: x.sharding for name, x in shapes}
@@ -361,13 +361,13 @@ def _compile_zeros(shapes: _FieldShapes) -> Any:
 @functools.lru_cache(maxsize=64)
 def _compile_score(
   spec: StepSpec, mesh: Mesh, chunk_rows: int, temperature: float, shapes: _FieldShapes
-) -> Any:
+) -> jax.stages.Compiled:
   return _trace_score(spec, mesh, chunk_rows, temperature, shapes).lower().compile()
 
 
 def _trace_score(
   spec: StepSpec, mesh: Mesh, chunk_rows: int, temperature: float, shapes: _FieldShapes
-) -> Any:
+) -> jax.stages.Traced:
   """Traces (params, tokens, segment_ids, index, weights, fields) → fields.
 
   The rows `index` of the fields are set.

@@ -8,7 +8,7 @@ on a mesh, create the first state, and convert parameters for inference.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.training import batch_fields, optimizers
 from jaxrl.training.optimizers import ADAMW_STATE, OptimizerStateSpec
 from jaxrl.training.parallelism import model_sharding, sharding
-from jaxrl.types import Algorithm, Params
+from jaxrl.types import Algorithm, AnyArray, Params, PyTree
 
 if TYPE_CHECKING:
   from kernels.block_rounding import BlockFormat
@@ -35,6 +35,7 @@ UPDATE_COMPONENTS = (
   'value_loss',
   'correction',
 )
+AlgorithmState = dict[str, PyTree]  # what stateful components carry, by component
 
 
 @jax.tree_util.register_dataclass
@@ -49,8 +50,8 @@ class TrainState:
   """
 
   params: Params
-  opt_state: Any
-  algorithm_state: dict[str, Any] = dataclasses.field(default_factory=dict)
+  opt_state: PyTree
+  algorithm_state: AlgorithmState = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,7 +123,7 @@ class StepSpec:
       *(batch_fields.IMAGE_FIELDS if sees_images(self.model) else ()),
     )
 
-  def init_algorithm_state(self) -> dict[str, Any]:
+  def init_algorithm_state(self) -> AlgorithmState:
     """Returns the state of the stateful components before the first step."""
     state = requirements.init_state(self.algorithm)
     if self.algorithm.critic_warmup:
@@ -137,7 +138,7 @@ class StepSpec:
     return components.component_info(part).init_state is not None
 
 
-def sees_images(model: Any) -> bool:
+def sees_images(model: object) -> bool:
   """Returns whether a model has a vision tower."""
   return getattr(getattr(model, 'config', None), 'vision', None) is not None
 
@@ -250,7 +251,7 @@ def place_params(params: Params, shapes: Params) -> Params:
   if is_abstract(params):
     return shapes
 
-  def copy(x: Any, shape: jax.ShapeDtypeStruct) -> jax.Array:
+  def copy(x: AnyArray, shape: jax.ShapeDtypeStruct) -> jax.Array:
     if x.dtype != shape.dtype:
       x = x.astype(shape.dtype)
     return sharding.put_array(x, shape.sharding, copy=True)
@@ -263,7 +264,7 @@ def is_abstract(params: Params) -> bool:
   return any(isinstance(x, jax.ShapeDtypeStruct) for x in jax.tree.leaves(params))
 
 
-def flat_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
+def flat_shapes(tree: PyTree) -> dict[str, tuple[int, ...]]:
   """Returns the shape of every array of a tree by its dotted name."""
   leaves = jax.tree_util.tree_leaves_with_path(tree)
   return {
@@ -272,12 +273,12 @@ def flat_shapes(tree: Any) -> dict[str, tuple[int, ...]]:
   }
 
 
-def shardings_of(tree: Any) -> Any:
+def shardings_of(tree: PyTree) -> PyTree:
   """Returns the tree of shardings of arrays or shapes."""
   return jax.tree.map(lambda x: x.sharding, tree)
 
 
-def with_shardings(shapes: Any, shardings: Any) -> Any:
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
   """Returns the tree of `shapes` with each leaf's sharding set."""
   return jax.tree.map(
     lambda x, s: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s), shapes, shardings

@@ -16,7 +16,7 @@ minibatch. Metrics are summed in the same way.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -40,8 +40,8 @@ from jaxrl.training.batch_fields import (
   split_shared,
 )
 from jaxrl.training.batching.packing_plan import PackingPlan
-from jaxrl.training.train_state import StepSpec, TrainState
-from jaxrl.types import Algorithm, Array, Batch, Params
+from jaxrl.training.train_state import AlgorithmState, StepSpec, TrainState
+from jaxrl.types import Algorithm, Array, Batch, Params, PyTree
 
 # The components whose losses are added up, and the prefix of their metrics.
 LOSS_COMPONENTS = {
@@ -222,7 +222,7 @@ def _weighted_sum(x: Array, token: Array, row: Array, mask: Array) -> Array:
 
 
 def _check_not_reduced(
-  component: str, part: Callable[..., Any], loss: Array, mask: Array
+  component: str, part: Callable[..., object], loss: Array, mask: Array
 ) -> None:
   """Raises ConfigError for a reduced loss: it would count once per micro-batch."""
   if loss.shape not in (mask.shape, mask.shape[:1]):
@@ -315,7 +315,7 @@ class MinibatchContext(NamedTuple):
   fields: BatchFields
   weights: LossWeights
   shared: BatchFields
-  algorithm_state: dict[str, Any]
+  algorithm_state: AlgorithmState
 
 
 def needs_rescoring(spec: StepSpec) -> bool:
@@ -405,7 +405,7 @@ def finish_minibatch(
   grads: Params,
   sums: MetricSums,
   hparams: HParams,
-  algorithm_state: dict[str, Any],
+  algorithm_state: AlgorithmState,
 ) -> tuple[TrainState, MetricSums]:
   """Applies the optimizer and finishes the metrics.
 
@@ -457,7 +457,7 @@ def _rescore(
 ) -> Array:
   """Computes log-probs `[N, T]` of the minibatch under the current parameters."""
 
-  def score(*inputs: Any) -> Array:
+  def score(*inputs: PyTree) -> Array:
     return forward_pass.compute_outputs(
       spec.model, params, *inputs, temperature=hparams['temperature']
     ).logprobs

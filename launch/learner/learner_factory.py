@@ -3,7 +3,7 @@
 import dataclasses
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Literal, Protocol
 
 import jax
 from jax.sharding import Mesh
@@ -21,7 +21,7 @@ from jaxrl.training.checkpointing import Checkpointer
 from jaxrl.training.learner import Learner
 from jaxrl.training.optimizers import Optimizer, OptimizerOptions, make_optimizer
 from jaxrl.training.parallelism.mesh import MeshOptions, make_mesh
-from jaxrl.types import Group, Params
+from jaxrl.types import AnyArray, Group, Params, StateDict
 from launch.settings.engine_settings import check_model
 from launch.settings.run_settings import RunSettings
 
@@ -71,21 +71,21 @@ class LearnerHandle(Protocol):
   step: int
 
   @property
-  def params(self) -> Any:
+  def params(self) -> Params:
     """The parameters, or a handle of them."""
     ...
 
   @property
-  def advantages(self) -> Any:
+  def advantages(self) -> AnyArray | None:
     """The advantages of the last batch, for trajectory logs."""
     ...
 
   @property
-  def old_logprobs(self) -> Any:
+  def old_logprobs(self) -> AnyArray | None:
     """The learner's log-probs of the last batch; None if it does not score them."""
     ...
 
-  async def inference_params(self) -> Any:
+  async def inference_params(self) -> Params:
     """Returns the parameters for engines, with adapters merged."""
     ...
 
@@ -98,12 +98,12 @@ class LearnerHandle(Protocol):
     ...
 
   async def save(
-    self, checkpointer: Checkpointer, data: Mapping[str, Any], *, wait: bool = False
+    self, checkpointer: Checkpointer, data: StateDict, *, wait: bool = False
   ) -> None:
     """Saves a checkpoint with further data."""
     ...
 
-  async def restore(self, checkpointer: Checkpointer) -> dict[str, Any]:
+  async def restore(self, checkpointer: Checkpointer) -> StateDict:
     """Restores the newest checkpoint; returns its further data."""
     ...
 
@@ -152,13 +152,15 @@ def adapter_folder(folder: pathlib.Path) -> pathlib.Path:
   return folder.with_name('adapter')
 
 
-async def copy_params(device_thread: DeviceThread, params: Any) -> Any:
+async def copy_params(device_thread: DeviceThread, params: Params) -> Params:
   """Copies a learner's parameters, wherever they live; no update donates the copy."""
   snapshot = getattr(params, 'snapshot', None)
   return await (snapshot() if snapshot else device_thread.run(cast_copy, params))
 
 
-def make_run_mesh(options: MeshOptions, devices: Sequence[Any] | None = None) -> Mesh:
+def make_run_mesh(
+  options: MeshOptions, devices: Sequence[object] | None = None
+) -> Mesh:
   """Returns the run's mesh.
 
   Args:

@@ -4,8 +4,7 @@ import asyncio
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Collection, Mapping
-from typing import Any
+from collections.abc import Callable, Collection
 
 import numpy as np
 
@@ -15,10 +14,11 @@ from jaxrl.data.trajectory_writers.dump_journal import DumpJournal
 from jaxrl.device_thread import DeviceThread
 from jaxrl.loop import await_unless_stopped
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import Keywords
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.queue.group_pipeline import StopRequested
 from jaxrl.rollout.queue.group_queue import GroupQueue, QueueOptions
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 from launch.rollouts.env_datasets import Datasets, RunDatasets
 from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.runtime.runtime_base import Runtime
@@ -57,11 +57,11 @@ class DatasetRollout(RolloutScheduler):
     datasets_of_run = RunDatasets(datasets, datasets, {})
     super().__init__(settings, policy, runtime, device_thread, datasets_of_run)
 
-  def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
+  def _manager_options(self, tag: str, **changes: object) -> Keywords:
     temperature = self._sets[tag].temperature
     return super()._manager_options(tag, temperature=temperature, **changes)
 
-  def _replay_options(self, tag: str) -> dict[str, Any]:
+  def _replay_options(self, tag: str) -> Keywords:
     return {}  # each task is played once
 
   def _num_tasks(self, tag: str) -> int:
@@ -73,10 +73,10 @@ class DatasetRollout(RolloutScheduler):
       1, math.ceil(self._num_busy_episodes() / (len(self.tags) * self._group_size))
     )
 
-  def _queue(self, tag: str) -> Any:
+  def _queue(self, tag: str) -> GroupQueue:
     return self._runtime.spawn(GroupQueue, None, None, **self._queue_options(tag))
 
-  def _queue_options(self, tag: str) -> dict[str, Any]:
+  def _queue_options(self, tag: str) -> Keywords:
     rollout = self._settings.rollout
     return {
       'num_groups': -1,
@@ -123,7 +123,7 @@ class DatasetRollout(RolloutScheduler):
     """
     lock = asyncio.Lock()  # of the ledger
 
-    async def collect(tag: str, queue: Any) -> None:
+    async def collect(tag: str, queue: GroupQueue) -> None:
       base = self._base_seed(tag)
       while groups := await maybe_await(queue.get_batch(1)):
         await self._log_failures(queue)
@@ -157,9 +157,7 @@ class DatasetRollout(RolloutScheduler):
     return True
 
 
-def remaining_tasks_state(
-  played: Collection[int], ahead: int, total: int
-) -> Mapping[str, Any]:
+def remaining_tasks_state(played: Collection[int], ahead: int, total: int) -> StateDict:
   """Returns the state of a queue that has all tasks but those `played` to come.
 
   Args:

@@ -12,11 +12,11 @@ from jaxrl.data.row_sources import RowSource, RowSources, describe_sources, load
 from jaxrl.data.rows import folder_splits
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import uses_dataset
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, Keywords
 from launch.runtime.runtime_base import Runtime
 from launch.settings.run_settings import RunSettings
 
-Datasets = dict[str, Any]  # by tag
+Datasets = dict[str, GlobalDataset | None]  # by tag; None for seeds
 KeyOf = Callable[[str], str]  # the config key that sets a field of the tasks
 
 
@@ -44,7 +44,7 @@ def load_datasets(settings: RunSettings, runtime: Runtime) -> RunDatasets:
   manager = GlobalDatasetManager()
   fingerprints: dict[int, list[int]] = {}  # of tasks, by the identity of the handle
 
-  def get(path: RowSources, mode: str, options: dict[str, Any], key: KeyOf) -> Any:
+  def get(path: RowSources, mode: str, options: Keywords, key: KeyOf) -> GlobalDataset:
     options |= {'mode': mode, 'seed': fold_seed(settings.seed, 'dataset', mode)}
     load = functools.partial(_load, settings, runtime, key, fingerprints)
     return manager.get(path, load, **options)
@@ -210,7 +210,7 @@ def _load(
   fingerprints: dict[int, list[int]],
   path: RowSources,
   **options: Any,
-) -> Any:
+) -> GlobalDataset:
   # Read here, so that an error in it is raised at once, wherever it will live.
   with settings.naming(key('path')):
     rows = load_rows(path, options['split'], options['limit'])

@@ -5,7 +5,7 @@ import hashlib
 import json
 import logging
 import pathlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from jaxrl.algorithms import requirements
@@ -18,10 +18,11 @@ from jaxrl.data.store.experience_writer import (
 from jaxrl.data.store.reader_lease import ReaderLease
 from jaxrl.data.store.store_database import StoreDatabase
 from jaxrl.model_loading import LoadedModel
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, JsonObject
 from jaxrl.rollout.queue.group_pipeline import GroupPipeline
 from jaxrl.rollout.queue.store_source import StoreGroupSource
 from jaxrl.training.checkpointing import Checkpointer
+from jaxrl.types import StateDict
 from launch.rollouts.group_samplers import make_group_sampler
 from launch.rollouts.group_sources import GroupSource, Metrics, Players
 from launch.rollouts.rollout_scheduler import (
@@ -36,7 +37,7 @@ log = logging.getLogger(__name__)
 KEY = 'dataset.experience_store'
 
 
-def compatibility_facts(settings: RunSettings, tokenizer: Any) -> dict[str, Any]:
+def compatibility_facts(settings: RunSettings, tokenizer: Any) -> JsonObject:
   """Returns what an explorer and the trainer must agree on, by name."""
   vocabulary = json.dumps(sorted(tokenizer.get_vocab().items())).encode()
   return {
@@ -145,7 +146,7 @@ class StoredGroups(GroupSource):
       f'{self._lease.name!r}, {self._reader.num_left():,} not used up'
     )
 
-  async def start(self, step: int, state: Mapping[str, Any]) -> list[asyncio.Task]:
+  async def start(self, step: int, state: StateDict) -> list[asyncio.Task]:
     """Starts to read at `step`.
 
     Raises:
@@ -168,7 +169,7 @@ class StoredGroups(GroupSource):
     """Returns the sampler's and what the store's reader has counted."""
     return await super().metrics(step) | await self._groups.counts()
 
-  async def state(self) -> dict[str, Any]:
+  async def state(self) -> StateDict:
     """Returns the position in the store and the sampler's state."""
     position = {'store': self._reader.state_dict(), **await super().state()}
     return {'sampler': position}

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from jaxrl import spans
 from jaxrl.algorithms import requirements
@@ -12,7 +11,7 @@ from jaxrl.data.file_sampler import FileSampler
 from jaxrl.data.samplers import Sampler
 from jaxrl.options import ConfigError
 from jaxrl.rollout.engine.actor_proxy import maybe_await
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 from launch.learner.learner_factory import LearnerHandle
 from launch.rollouts.rollout_scheduler import RolloutScheduler
 from launch.settings.run_settings import RunSettings
@@ -121,7 +120,7 @@ class GroupSource:
     """Describes groups that are not played, in one line; '' for those that are."""
     return ''
 
-  async def start(self, step: int, state: Mapping[str, Any]) -> list[asyncio.Task]:
+  async def start(self, step: int, state: StateDict) -> list[asyncio.Task]:
     """Restores what a checkpoint holds, and starts playing.
 
     Args:
@@ -179,7 +178,7 @@ class GroupSource:
       return {}, []
     return await self._players.rollouts.evaluate(names=names)
 
-  async def state(self) -> dict[str, Any]:
+  async def state(self) -> StateDict:
     """Returns what a checkpoint keeps."""
     return {'sampler': self._sampler.state_dict()}
 
@@ -206,7 +205,7 @@ class PlayedGroups(GroupSource):
     self._rollouts = players.rollouts
     self.yield_devices = players.yield_devices
 
-  async def start(self, step: int, state: Mapping[str, Any]) -> list[asyncio.Task]:
+  async def start(self, step: int, state: StateDict) -> list[asyncio.Task]:
     """Restores the sampler and the queues, and starts the workers."""
     await super().start(step, state)
     return await self._rollouts.start(
@@ -231,7 +230,7 @@ class PlayedGroups(GroupSource):
     synced = self._rollouts.weight_syncer.metrics(step)
     return {**played, **synced, **self._sampler.metrics()}
 
-  async def state(self) -> dict[str, Any]:
+  async def state(self) -> StateDict:
     """Returns the sampler's and the queues' states."""
     return {**await super().state(), 'queues': await self._rollouts.state_dict()}
 

@@ -10,6 +10,7 @@ from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.options import ConfigError
 from jaxrl.rollout.env_manager import EnvManager
+from jaxrl.types import Value
 from launch.rollouts.env_datasets import load_datasets, named_training_rows
 from launch.rollouts.preparation import check_run, load_policy
 from launch.rollouts.rollout_scheduler import RolloutScheduler
@@ -61,7 +62,7 @@ class InferenceJob:
       raise
     self.description = self._runtime.description
 
-  async def run(self, work: Callable[[], Awaitable[Any]]) -> Any:
+  async def run(self, work: Callable[[], Awaitable[Value]]) -> Value:
     """Gives every engine the weights, then does some work; closes everything.
 
     Engines that die meanwhile are replaced. Raises the root cause of an error.
@@ -70,7 +71,7 @@ class InferenceJob:
       What the work returns.
     """
 
-    async def publish_and_work() -> Any:
+    async def publish_and_work() -> Value:
       await self.plays.weights.publish(0, self.policy.params)
       return await work()
 

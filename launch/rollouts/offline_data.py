@@ -10,7 +10,7 @@ from jaxrl.data.file_sampler import FileSampler
 from jaxrl.data.row_sources import describe_sources, load_rows
 from jaxrl.data.rows.row_formats import RowFormat
 from jaxrl.data.seeds import fold_seed
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, OptionValues
 from launch.settings.run_settings import RunSettings
 
 log = logging.getLogger(__name__)
@@ -87,7 +87,7 @@ def _make_sampler(
   tokenizer: Any,
   key: str,
   seed_name: str = 'files',
-  **options: Any,
+  **options: object,
 ) -> FileSampler:
   """Returns a sampler of the rows of a path, which `key` of the config names."""
   with settings.naming(key):
@@ -100,7 +100,7 @@ def _make_sampler(
     )
 
 
-def _row_options(settings: RunSettings) -> dict[str, Any]:
+def _row_options(settings: RunSettings) -> OptionValues:
   """Says where rows hold what, as options of the row format and of `FileSampler`."""
   return {
     'columns': settings.dataset.columns,

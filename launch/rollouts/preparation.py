@@ -3,7 +3,6 @@
 import logging
 import pathlib
 import shutil
-from typing import Any
 
 import jax
 
@@ -16,6 +15,7 @@ from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import num_players
 from jaxrl.functional.components import call_string
 from jaxrl.model_loading import LoadedModel
+from jaxrl.options import Keywords
 from jaxrl.run_options import EnvOptions
 from launch.rollouts import offline_data
 from launch.rollouts.env_datasets import describe_tasks
@@ -72,7 +72,7 @@ def load_policy(
     ConfigError: For a folder that holds no model, or a run without texts.
   """
   model = settings.model
-  options: dict[str, Any] = {
+  options: Keywords = {
     **settings.compute_options,
     'value_head': critic,
     'chat': settings.chat,

@@ -193,7 +193,7 @@ def make_spawn(
   """
   shared_thread = None if settings.cluster.ray else device_thread
 
-  def spawn(cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
+  def spawn(cls: Callable[..., Any], *args: object, **options: object) -> Any:
     if cls is not OpenAIJudgeClient:
       args = (*args, shared_thread, settings.kernels)
     with error_prefix(f'{key}: {args[0]}', OSError):
@@ -269,7 +269,7 @@ REWARD_TERMS = {'env': EnvRewardOptions, 'judge': judge, 'reward_model': reward_
 
 
 def make_model_asker(
-  target: str, asker: Callable[..., Any], options: dict[str, Any], spawn: Spawn
+  target: str, asker: Callable[..., object], options: dict[str, Any], spawn: Spawn
 ) -> Any:
   """Makes what asks a model of fixed weights, which the run or a server serves.
 
@@ -305,7 +305,7 @@ def make_model_asker(
 
 
 def _split(
-  target: str, options: dict[str, Any], *makers: Callable[..., Any]
+  target: str, options: dict[str, Any], *makers: Callable[..., object]
 ) -> list[dict[str, Any]]:
   """Divides options into those that say where a part is served, and each maker's."""
   option_groups = []

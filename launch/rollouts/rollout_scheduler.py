@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.algorithms import requirements
+from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.seeds import base_seed
 from jaxrl.device_thread import DeviceThread
 from jaxrl.envs.env_registry import (
@@ -21,7 +22,7 @@ from jaxrl.envs.graders.grader_processes import GraderFailure
 from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
 from jaxrl.group_stats import GroupResult, SampleRows
 from jaxrl.model_loading import LoadedModel
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, Keywords, OptionValues
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.env_manager import EnvContext, EnvManager
 from jaxrl.rollout.env_worker import make_env_manager, partition_envs
@@ -33,7 +34,7 @@ from jaxrl.rollout.queue.group_state import FailureLog
 from jaxrl.rollout.queue.reward_shaping import RewardShaper, make_reward_shaper
 from jaxrl.rollout.weights.weight_sync import WeightSyncer
 from jaxrl.training import staleness
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 from jaxrl.user_code import describe_error, user_place
 from launch.learner.learner_factory import copy_params
 from launch.rollouts.env_datasets import RunDatasets
@@ -134,7 +135,7 @@ class RolloutScheduler:
 
       self._opponents = make_opponents(settings, runtime, device_thread)
     self._check_options()
-    self.queues: dict[str, Any] = {}
+    self.queues: dict[str, GroupQueue] = {}
 
   def _num_busy_episodes(self) -> int:
     """Returns how many episodes keep all engines busy while others wait."""
@@ -263,7 +264,7 @@ class RolloutScheduler:
     shares = {name: self._settings.env[name].weight for name in self.tags}
     return allocate_groups(self._num_groups, shares)[tag]
 
-  def _manager_options(self, tag: str, **changes: Any) -> dict[str, Any]:
+  def _manager_options(self, tag: str, **changes: object) -> Keywords:
     settings = self._settings
     options = {
       **settings.env[tag].episode,
@@ -280,7 +281,7 @@ class RolloutScheduler:
     return options
 
   async def start(
-    self, states: Mapping[str, Any], num_groups: int
+    self, states: Mapping[str, StateDict], num_groups: int
   ) -> list[asyncio.Task]:
     """Starts playing for training.
 
@@ -308,7 +309,7 @@ class RolloutScheduler:
       (1 + self._settings.rollout.async_ratio) * self._groups_per_step(tag)
     )
 
-  def _queue(self, tag: str) -> Any:
+  def _queue(self, tag: str) -> GroupQueue:
     group_filter, shaper = make_filter_and_shaper(self._settings, tag)
     if (teacher := self._settings.algorithm.self_teacher) is not None:
       from launch.rollouts.self_teachers import add_prompts  # few algorithms have one
@@ -323,7 +324,7 @@ class RolloutScheduler:
       return self._runtime.spawn(PrefixGroupQueue, group_filter, shaper, **options)
     return self._runtime.spawn(GroupQueue, group_filter, shaper, **options)
 
-  def _queue_options(self, tag: str) -> dict[str, Any]:
+  def _queue_options(self, tag: str) -> Keywords:
     rollout = self._settings.rollout
     return {
       'num_groups': self._groups_per_step(tag),
@@ -336,7 +337,9 @@ class RolloutScheduler:
       'failures': self._failures,
     }
 
-  def _workers(self, tag: str, queue: Any) -> list[functools.partial[RolloutWorker]]:
+  def _workers(
+    self, tag: str, queue: GroupQueue
+  ) -> list[functools.partial[RolloutWorker]]:
     """Returns functions that make the workers of a tag where they are to live."""
     settings, env = self._settings, self._settings.env[tag]
     num_workers = self._runtime.num_workers(settings.cluster.num_workers)
@@ -350,14 +353,18 @@ class RolloutScheduler:
       if part
     ]
 
-  def _replay_options(self, tag: str) -> dict[str, Any]:
+  def _replay_options(self, tag: str) -> Keywords:
     """Returns a manager's options for tasks and episodes to which training returns."""
     env = self._settings.env[tag]
     chosen = {'num_seeds': env.num_seeds, 'replays': env.prefixes is not None}
     return {name: value for name, value in chosen.items() if value}
 
   def _env_context(
-    self, tag: str, env_config: Mapping[str, Any], queue: Any, dataset: Any
+    self,
+    tag: str,
+    env_config: OptionValues,
+    queue: GroupQueue | None,
+    dataset: GlobalDataset | None,
   ) -> functools.partial[EnvContext]:
     """Returns a function that makes what a tag's environments share, in any process."""
     env = self._settings.env[tag]
@@ -378,7 +385,9 @@ class RolloutScheduler:
 
   async def advance(self, step: int) -> None:
     """Reports the last results to curricula, then lets the groups of `step` begin."""
-    reports: dict[int, tuple[Any, list[GroupResult]]] = {}  # tags may share a data set
+    reports: dict[
+      int, tuple[GlobalDataset, list[GroupResult]]
+    ] = {}  # tags may share a data set
     for tag, queue in self.queues.items():
       results, data = await maybe_await(queue.results()), self.datasets[tag]
       if data is not None:
@@ -423,7 +432,7 @@ class RolloutScheduler:
       await self._log_failures(queue)
     return await self.engine.metrics() | await self.counts()
 
-  async def _log_failures(self, queue: Any) -> None:
+  async def _log_failures(self, queue: GroupQueue) -> None:
     """Logs here what a queue in another process has logged."""
     for failure in await maybe_await(queue.take_failures()):
       self._failures.record(*failure)
@@ -436,7 +445,7 @@ class RolloutScheduler:
         total[name] = total.get(name, 0.0) + value
     return total
 
-  async def state_dict(self) -> dict[str, Any]:
+  async def state_dict(self) -> StateDict:
     """Returns the state of the queues and of the data sets, by tag."""
     state = {}
     for tag, queue in self.queues.items():
@@ -447,10 +456,10 @@ class RolloutScheduler:
       }
     return state
 
-  async def _restore(self, tag: str, state: Mapping[str, Any]) -> None:
+  async def _restore(self, tag: str, state: StateDict) -> None:
     await maybe_await(self.queues[tag].load_state_dict(state['queue']))
-    if self.datasets[tag] is not None:
-      await maybe_await(self.datasets[tag].load_state_dict(state['dataset']))
+    if (data := self.datasets[tag]) is not None:
+      await maybe_await(data.load_state_dict(state['dataset']))
 
   async def close(self) -> None:
     """Stops handing over weights, and shuts the queues."""
@@ -474,7 +483,7 @@ class RolloutScheduler:
     options, dataset = self._evaluation_options(name), self._tests[name]
     return self._make_manager(evaluation.tag, env_config, options, dataset)
 
-  def _evaluation_options(self, name: str) -> dict[str, Any]:
+  def _evaluation_options(self, name: str) -> Keywords:
     evaluation = self._settings.evaluations[name]
     options = self._manager_options(evaluation.tag, temperature=evaluation.temperature)
     return {**options, 'tag': name}
@@ -482,9 +491,9 @@ class RolloutScheduler:
   def _make_manager(
     self,
     tag: str,
-    env_config: Mapping[str, Any],
-    options: Mapping[str, Any],
-    dataset: Any,
+    env_config: OptionValues,
+    options: OptionValues,
+    dataset: GlobalDataset | None,
   ) -> EnvManager:
     context = self._env_context(tag, env_config, None, dataset)()
     manager = self._settings.env[tag].manager
@@ -511,8 +520,8 @@ class RolloutScheduler:
     metrics, groups = {}, []
     for name in self._settings.active_evaluations if names is None else names:
       evaluation = self._settings.evaluations[name]
-      if self._tests[name] is not None:
-        await maybe_await(self._tests[name].reset())
+      if (data := self._tests[name]) is not None:
+        await maybe_await(data.reset())
       first = self._evaluation_manager(name)
       options = self._evaluation_options(name)
       options['manager'] = self._settings.env[evaluation.tag].manager

@@ -4,12 +4,13 @@ import asyncio
 import contextlib
 import dataclasses
 from collections.abc import AsyncIterator
-from typing import Any
+from typing import Any, cast
 
 from jaxrl.data.dataset import GlobalDataset
 from jaxrl.data.seeds import base_seed
 from jaxrl.envs.env_registry import (
   ISOLATED_PREFIX,
+  Info,
   check_reset_result,
   check_step_result,
   env_factory,
@@ -94,7 +95,8 @@ class TaskChecker:
     self._make_env = {
       tag: _make_checkable(tag, env) for tag, env in settings.env.items()
     }
-    self._datasets = load_datasets(settings, Runtime()).tests
+    tests = load_datasets(settings, Runtime()).tests
+    self._datasets = cast('dict[str, GlobalDataset]', tests)  # none plays seeds
     self.num_tasks = {tag: data.get_size() for tag, data in self._datasets.items()}
 
   async def check(self) -> AsyncIterator[CheckedTask]:
@@ -217,12 +219,12 @@ def _reset(env: Any, task: Task) -> Any:
   return env.reset(seed=task.seed, options={'task': task})
 
 
-def _is_solved(info: dict[str, Any]) -> bool:
+def _is_solved(info: Info) -> bool:
   """Returns whether an episode counts as solved: by its accuracy, or its reward."""
   return info.get('metrics', {}).get('accuracy', info['reward']) >= 1
 
 
-def _why(info: dict[str, Any]) -> str:
+def _why(info: Info) -> str:
   """Says in one line why an episode is not solved: failed tests, or the last output."""
   columns = info.get('columns', {})
   failed = str(columns.get('failed') or '').split('\n')
@@ -234,7 +236,7 @@ def _why(info: dict[str, Any]) -> str:
   return _one_line(_output(info)[-200:]) or f'the reward is {info["reward"]:g}'
 
 
-def _output(info: dict[str, Any]) -> str:
+def _output(info: Info) -> str:
   return str(info.get('columns', {}).get('test_output') or '')
 
 

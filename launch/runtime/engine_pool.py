@@ -8,7 +8,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 
 from jaxrl.options import ConfigError
-from jaxrl.rollout.engine.actor_proxy import EngineDeadError
+from jaxrl.rollout.engine.actor_proxy import ActorHandle, EngineDeadError
 from launch.runtime.supervision import (
   CREATION_FAILED,
   ActorError,
@@ -25,25 +25,26 @@ class EngineHandle:
   Calls raise `EngineDeadError` if the engine is lost.
   """
 
-  def __init__(self, actor: Any):
+  def __init__(self, actor: ActorHandle | None):
     self._actor = actor
 
   def __reduce__(self):
     return EngineHandle, (self._actor,)
 
-  def rebind(self, actor: Any) -> None:
+  def rebind(self, actor: ActorHandle | None) -> None:
     """Makes this a handle of another actor; None for none."""
     self._actor = actor
 
   def key(self) -> str:
     """Returns an id of the actor, which its replacement does not share."""
-    return self._actor._actor_id.hex()
+    actor: Any = self._actor
+    return actor._actor_id.hex()
 
   def __getattr__(self, name: str) -> Any:
     if name.startswith('_'):
       raise AttributeError(name)
 
-    async def call(*args: Any, **options: Any) -> Any:
+    async def call(*args: object, **options: object) -> Any:
       from ray.exceptions import ActorUnavailableError, RayActorError
 
       actor = self._actor  # while this waits, another may take its place
@@ -88,7 +89,7 @@ class EnginePool:
 
   def __init__(
     self,
-    start: Callable[[int], Any],
+    start: Callable[[int], ActorHandle],
     count: int,
     *,
     restarts: int = 3,
@@ -97,8 +98,8 @@ class EnginePool:
     begin: float = 3600.0,
     interval: float = 1.0,
     backoff: float = 2.0,
-    host_is_lost: Callable[[Any], bool] = lambda actor: False,
-    forget: Callable[[Any], None] = lambda actor: None,
+    host_is_lost: Callable[[ActorHandle], bool] = lambda actor: False,
+    forget: Callable[[ActorHandle], None] = lambda actor: None,
   ):
     self._host_is_lost, self._forget = host_is_lost, forget
     self._start = start
@@ -113,10 +114,10 @@ class EnginePool:
     self._given_up: dict[int, str] = {}  # reasons by number
     self._failed_creation: set[int] = set()
     self._rejoin: Callable[[int, Any], Awaitable[None]] | None = None
-    self._catch_up: Callable[[Any, str], Awaitable[None]] | None = None
+    self._catch_up: Callable[[EngineHandle, str], Awaitable[None]] | None = None
 
   @property
-  def actors(self) -> list[Any]:
+  def actors(self) -> list[ActorHandle]:
     """The engines' actors as they are now."""
     return list(self._actors)
 
@@ -124,7 +125,7 @@ class EnginePool:
     self,
     *,
     rejoin: Callable[[int, Any], Awaitable[None]] | None = None,
-    catch_up: Callable[[Any, str], Awaitable[None]] | None = None,
+    catch_up: Callable[[EngineHandle, str], Awaitable[None]] | None = None,
   ) -> None:
     """Sets what is called when an engine has been replaced; None changes nothing.
 
@@ -135,7 +136,7 @@ class EnginePool:
     self._rejoin = rejoin or self._rejoin
     self._catch_up = catch_up or self._catch_up
 
-  async def supervise(self, work: Awaitable[Any]) -> Any:
+  async def supervise(self, work: Awaitable[object]) -> Any:
     """Returns the result of `work`. Engines that are lost meanwhile are replaced.
 
     Raises:

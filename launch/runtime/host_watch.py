@@ -16,6 +16,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
+from jaxrl.rollout.engine.actor_proxy import ActorHandle
 from launch.runtime import supervision
 
 log = logging.getLogger(__name__)
@@ -102,7 +103,7 @@ class HostWatch:
   def __init__(
     self,
     ray: Any,
-    parts: Callable[[], Mapping[str, Any]],
+    parts: Callable[[], Mapping[str, ActorHandle]],
     *,
     timeout: float = 30.0,
     interval: float = 1.0,
@@ -153,17 +154,17 @@ class HostWatch:
         return None
       return min(usable, key=lambda host: counts[host.node_id]).node_id
 
-  def place(self, actor: Any, node_id: str) -> None:
+  def place(self, actor: ActorHandle, node_id: str) -> None:
     """Remembers where a part that can be moved was started."""
     with self._lock:
       self._placed[_actor_id(actor)] = node_id
 
-  def forget(self, actor: Any) -> None:
+  def forget(self, actor: ActorHandle) -> None:
     """Forgets a part that is dead."""
     with self._lock:
       self._placed.pop(_actor_id(actor), None)
 
-  def has_ended(self, actor: Any) -> bool:
+  def has_ended(self, actor: ActorHandle) -> bool:
     """Returns whether the watch has ended a part, or its host is lost."""
     with self._lock:
       node_id = self._placed.get(_actor_id(actor))
@@ -309,7 +310,7 @@ class HostWatch:
       self._end([movable[name]])
       return
 
-  def _parts_by_node(self) -> dict[str, dict[str, Any]]:
+  def _parts_by_node(self) -> dict[str, dict[str, ActorHandle]]:
     """Returns the run's parts on each node, by name."""
     from ray._private import state
 
@@ -323,10 +324,10 @@ class HostWatch:
         nodes[node_id][name] = actor
     return nodes
 
-  def _parts_on(self, node_id: str) -> dict[str, Any]:
+  def _parts_on(self, node_id: str) -> dict[str, ActorHandle]:
     return self._parts_by_node().get(node_id, {})
 
-  def _end(self, actors: Collection[Any]) -> None:
+  def _end(self, actors: Collection[ActorHandle]) -> None:
     for actor in actors:
       self._ended.add(_actor_id(actor))
       with contextlib.suppress(ValueError):  # it has ended meanwhile

@@ -4,7 +4,7 @@ import asyncio
 import importlib
 import logging
 import pathlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any
 
 from jaxrl import model_loading
@@ -24,7 +24,7 @@ from jaxrl.training import batch_fields
 from jaxrl.training.checkpointing import Checkpointer, CheckpointOptions
 from jaxrl.training.learner import Learner
 from jaxrl.training.parallelism import distributed
-from jaxrl.types import Group, Params
+from jaxrl.types import Group, Params, PyTree, StateDict
 from launch.learner import learner_factory
 from launch.learner.learner_factory import MakeLearners, Metrics, PhaseSpec
 from launch.settings.run_settings import RunSettings, WeightTransport
@@ -140,7 +140,7 @@ class LearnerActor:
     """Compiles the learner's programs; returns metrics and log lines."""
     return await self._current.warmup(), self._logs.take()
 
-  async def update(self, groups: Sequence[Group]) -> tuple[Metrics, Any, LogLines]:
+  async def update(self, groups: Sequence[Group]) -> tuple[Metrics, PyTree, LogLines]:
     """Does one update.
 
     Returns:
@@ -162,14 +162,12 @@ class LearnerActor:
     """Moves the learner's state back to the devices."""
     await self._current.reload()
 
-  async def save(
-    self, place: CheckpointPlace, data: Mapping[str, Any], wait: bool
-  ) -> None:
+  async def save(self, place: CheckpointPlace, data: StateDict, wait: bool) -> None:
     """Saves a checkpoint, as `Learner.save`."""
     checkpointer = await self._open_checkpointer(place)
     await self._current.save(checkpointer, data, wait=wait)
 
-  async def restore(self, place: CheckpointPlace) -> tuple[int, dict[str, Any]]:
+  async def restore(self, place: CheckpointPlace) -> tuple[int, StateDict]:
     """Restores the newest checkpoint; returns its step and data."""
     data = await self._current.restore(await self._open_checkpointer(place))
     return self._current.step, data

@@ -10,7 +10,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, OptionValues
 from launch.settings.cluster_settings import PLACEMENT as KEY
 from launch.settings.cluster_settings import (
   AutoPlacementOptions,
@@ -56,7 +56,7 @@ class ActorResources:
   claims: Mapping[str, float] = dataclasses.field(default_factory=dict)
   devices: tuple[int, ...] = ()
   memory: float = 0.0
-  options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+  options: OptionValues = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)

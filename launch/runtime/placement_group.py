@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, Keywords
 from launch.runtime.placement import (
   ActorResources,
   ClusterNode,
@@ -97,7 +97,7 @@ class PlacementGroup:
 
   def actor_options(
     self, resources: ActorResources | None, node_id: str | None = None
-  ) -> dict[str, Any]:
+  ) -> Keywords:
     """Returns the options of a Ray actor.
 
     Args:
@@ -113,7 +113,7 @@ class PlacementGroup:
     stays_here = resources is None
     resources = resources or self.placement.others
     claims = dict(resources.claims)
-    options: dict[str, Any] = {'num_cpus': 0, 'num_gpus': claims.pop('GPU', 0)}
+    options: Keywords = {'num_cpus': 0, 'num_gpus': claims.pop('GPU', 0)}
     if claims:
       options['resources'] = claims
     device_names = self._device_names.get(resources.bundle, ())

@@ -16,7 +16,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.weights.transport import FolderTransport, Transport
 from jaxrl.rollout.weights.verified_store import EngineWeightClient
-from jaxrl.types import Completion, SamplingParams
+from jaxrl.types import Completion, Pixels, SamplingParams
 from jaxrl.user_code import import_object
 
 # Nothing is fetched or reported, and vLLM's own sockets stay on this machine. JAX is
@@ -44,7 +44,7 @@ class MonitoredEngine:
     request_id: str,
     token_ids: Sequence[int],
     sampling: SamplingParams,
-    *images: Any,
+    *images: Sequence[Pixels],
   ) -> Completion:
     """Generates as the engine does, and remembers errors that are the engine's own."""
     try:
@@ -102,7 +102,7 @@ class EngineActor(MonitoredEngine, JaxEngine):
 def _forward(name: str) -> Callable[..., Awaitable[Any]]:
   """Returns a method that awaits the engine's method of this name."""
 
-  async def call(self: '_HostedEngine', *args: Any) -> Any:
+  async def call(self: '_HostedEngine', *args: object) -> Any:
     async with self._translate_errors():
       return await getattr(self._engine, name)(*args)
 

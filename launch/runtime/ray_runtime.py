@@ -11,13 +11,14 @@ import pathlib
 import secrets
 import stat
 import tempfile
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.rollout.engine.actor_proxy import ActorProxy
-from jaxrl.rollout.engine.router import EngineRouter
+from jaxrl.options import Keywords, OptionValues
+from jaxrl.rollout.engine.actor_proxy import ActorHandle, ActorProxy
+from jaxrl.rollout.engine.router import EngineRouter, RoutedEngine
 from jaxrl.rollout.weights.direct_transfer import (
   DirectWeightStore,
   TransferOptions,
@@ -26,9 +27,10 @@ from jaxrl.rollout.weights.direct_transfer import (
 from jaxrl.rollout.weights.publisher import ObjectStoreOptions
 from jaxrl.rollout.weights.transport import Transport
 from jaxrl.rollout.weights.verified_store import LoadCoordinator, VerifiedWeightStore
+from jaxrl.types import Value
 from launch.learner.learner_factory import MakeLearners
 from launch.runtime import supervision, weight_transport
-from launch.runtime.engine_pool import EnginePool
+from launch.runtime.engine_pool import EngineHandle, EnginePool
 from launch.runtime.host_watch import HostWatch
 from launch.runtime.learner_actor import LearnerActor
 from launch.runtime.object_store import ObjectDirectory, ObjectStoreTransport
@@ -40,7 +42,8 @@ from launch.runtime.remote_learner import (
   RemotePublisher,
   connect_learner,
 )
-from launch.runtime.runtime_base import Runtime
+from launch.runtime.rollout_worker import RolloutWorker
+from launch.runtime.runtime_base import Parameters, Runtime
 from launch.runtime.signal_handler import preserve_handlers
 from launch.runtime.supervision import ActorError, run_worker_with_restart
 from launch.settings.run_settings import RunSettings, WeightTransport
@@ -71,8 +74,8 @@ class RayRuntime(Runtime):
     super().__init__(transport or WeightTransport('object_store', ObjectStoreOptions()))
     self._channel: Transport | None = None
     self._ray = ray = _import_ray(address)
-    self._options: dict[str, Any] = {'num_cpus': 0}
-    self._actors: list[tuple[str, Any]] = []
+    self._options: Keywords = {'num_cpus': 0}
+    self._actors: list[tuple[str, ActorHandle]] = []
     self._pool: EnginePool | None = None
     self._workers_replaced = 0  # since they were last reported
     self._memory: asyncio.Future[dict[str, int]] | None = None  # being asked for
@@ -134,11 +137,11 @@ class RayRuntime(Runtime):
   def _start(
     self,
     resources: ActorResources | None,
-    cls: Callable[..., Any],
-    *args: Any,
+    cls: Callable[..., object],
+    *args: object,
     python: str = '',
-    **options: Any,
-  ) -> Any:
+    **options: object,
+  ) -> ActorHandle:
     """Starts an actor, with this interpreter unless `python` names another."""
     methods = (getattr(cls, name) for name in dir(cls))
     is_async = any(map(inspect.iscoroutinefunction, methods))
@@ -159,11 +162,17 @@ class RayRuntime(Runtime):
       self._hosts.place(actor, node_id)
     return actor
 
-  def spawn(self, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
+  def spawn(
+    self,
+    cls: Callable[Parameters, Value],
+    *args: Parameters.args,
+    **options: Parameters.kwargs,
+  ) -> Value:
     """Starts an actor of class `cls` and returns a handle."""
-    return self._register(cls, self._start(None, cls, *args, **options))
+    handle: Any = self._register(cls, self._start(None, cls, *args, **options))
+    return handle
 
-  def _register(self, cls: Callable[..., Any], actor: Any) -> ActorProxy:
+  def _register(self, cls: Callable[..., object], actor: ActorHandle) -> ActorProxy:
     self._actors.append((getattr(cls, '__name__', str(cls)), actor))
     return ActorProxy(actor)
 
@@ -199,14 +208,14 @@ class RayRuntime(Runtime):
     devices = asyncio.run(self._connect_learner(actors))
     return RemoteLearnerFactory(actors, devices, self._ray.put)
 
-  async def _put_to_sleep(self, engines: list[Any]) -> None:
+  async def _put_to_sleep(self, engines: Sequence[EngineHandle]) -> None:
     """Makes engines release the memory that they took when they started."""
     try:
       await asyncio.gather(*(engine.sleep() for engine in engines))
     except Exception as error:
       raise await self.root_cause(error) from error
 
-  async def _connect_learner(self, actors: list[Any]) -> str:
+  async def _connect_learner(self, actors: Sequence[ActorProxy]) -> str:
     try:
       return await connect_learner(actors)
     except Exception as error:
@@ -218,9 +227,9 @@ class RayRuntime(Runtime):
     folder: pathlib.Path,
     device_thread: DeviceThread,
     count: int,
-    options: Mapping[str, Any],
+    options: OptionValues,
     kind: str = 'jax',
-  ) -> list[Any]:
+  ) -> list[RoutedEngine]:
     """Starts a pool of engine actors; for the arguments see `Runtime`.
 
     `device_thread` is not used: every engine has a process of its own.
@@ -243,7 +252,7 @@ class RayRuntime(Runtime):
       engines = self._group.placement.engines
       options['parts'] = self._num_parts
 
-    def start(number: int) -> Any:
+    def start(number: int) -> ActorHandle:
       if self._pool is not None:
         self._forget_place(self._pool.actors[number])  # which this one replaces
       own_options = {**options, **engines[number].options}
@@ -255,12 +264,13 @@ class RayRuntime(Runtime):
       host_is_lost=self._host_is_lost,
       forget=self._forget_place,
     )
-    return self._pool.handles
+    handles: list[Any] = self._pool.handles
+    return handles
 
-  def _host_is_lost(self, actor: Any) -> bool:
+  def _host_is_lost(self, actor: ActorHandle) -> bool:
     return self._hosts is not None and self._hosts.has_ended(actor)
 
-  def _forget_place(self, actor: Any) -> None:
+  def _forget_place(self, actor: ActorHandle) -> None:
     if self._hosts is not None:
       self._hosts.forget(actor)
 
@@ -269,7 +279,9 @@ class RayRuntime(Runtime):
     """The number of processes that publish weights."""
     return max(1, len(self._group.placement.learners if self._group else ()))
 
-  def make_router(self, engines: list[Any], **options: Any) -> Any:
+  def make_router(
+    self, engines: Sequence[RoutedEngine], **options: Any
+  ) -> EngineRouter:
     """Starts one router for all workers, so that it knows the load of the engines."""
     router = self.spawn(EngineRouter, engines, **options)
     if self._pool is not None:
@@ -285,7 +297,7 @@ class RayRuntime(Runtime):
     return self._channel
 
   def make_weight_store(
-    self, engines: list[Any], device_thread: DeviceThread
+    self, engines: Sequence[RoutedEngine], device_thread: DeviceThread
   ) -> VerifiedWeightStore | DirectWeightStore:
     """Returns what brings weights to the engines."""
     if self._transport.direct:
@@ -303,7 +315,7 @@ class RayRuntime(Runtime):
       self._pool.set_callbacks(catch_up=self._store.catch_up)
     return self._store
 
-  def _make_direct_store(self, engines: list[Any]) -> DirectWeightStore:
+  def _make_direct_store(self, engines: Sequence[RoutedEngine]) -> DirectWeightStore:
     """Returns a store whose weights the learner sends from its own GPUs."""
     assert self._group is not None
     targets = [
@@ -328,19 +340,19 @@ class RayRuntime(Runtime):
     return count
 
   async def run_worker(
-    self, worker: functools.partial[Any], data: Mapping[str, Any]
+    self, worker: functools.partial[RolloutWorker], data: Mapping[str, int]
   ) -> int:
     """Runs a worker to its end, as `run_worker_with_restart`; returns its episodes."""
     env = self._group.placement.others.env if self._group else {}
     name = worker.func.__name__
 
-    def start() -> tuple[Any, Any]:
+    def start() -> tuple[ActorHandle, Awaitable[int]]:
       resources = ActorResources(env)
       actor = self._start(resources, worker.func, *worker.args, **worker.keywords)
       self._actors.append((name, actor))
       return actor, actor.run.remote(data)
 
-    def forget(actor: Any) -> None:
+    def forget(actor: ActorHandle) -> None:
       self._workers_replaced += 1
       self._ray.kill(actor)  # it may only have been out of reach
       self._actors[:] = [(n, known) for n, known in self._actors if known is not actor]
@@ -350,7 +362,7 @@ class RayRuntime(Runtime):
       start, forget, name, host_is_lost=self._host_is_lost
     )
 
-  async def supervise(self, work: Awaitable[Any]) -> Any:
+  async def supervise(self, work: Awaitable[Value]) -> Value:
     """Returns the result of `work`; engines that are lost meanwhile are replaced."""
     return await (work if self._pool is None else self._pool.supervise(work))
 
@@ -374,7 +386,7 @@ class RayRuntime(Runtime):
           metrics[metric] = max(size / 1e9, metrics.get(metric, 0.0))
     return metrics
 
-  def _named_actors(self) -> dict[str, Any]:
+  def _named_actors(self) -> dict[str, ActorHandle]:
     """Returns the actors as they are now, by names such as `engine 2`."""
     kinds = list(self._actors)
     if self._pool is not None:
@@ -388,11 +400,11 @@ class RayRuntime(Runtime):
 
   async def call_actors(
     self,
-    fn: Callable[[Any, str], Any],
+    fn: Callable[[Any, str], Value],
     *,
     timeout: float = ACTOR_CALL_TIMEOUT_S,
     warn: bool = True,
-  ) -> dict[str, Any]:
+  ) -> dict[str, Value]:
     """Calls `fn(actor, name)` in each actor's process; see `Runtime`.
 
     Args:
@@ -405,7 +417,7 @@ class RayRuntime(Runtime):
     """
     actors = self._named_actors()
 
-    async def call(name: str, actor: Any) -> Any:
+    async def call(name: str, actor: ActorHandle) -> Value:
       async with asyncio.timeout(timeout):
         return await actor.__ray_call__.remote(fn, name)
 

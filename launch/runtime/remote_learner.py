@@ -10,9 +10,10 @@ import itertools
 import logging
 import pathlib
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl.rollout.engine.actor_proxy import ActorProxy
 from jaxrl.rollout.weights.direct_transfer import (
   TransferOptions,
   TransferReport,
@@ -21,7 +22,7 @@ from jaxrl.rollout.weights.direct_transfer import (
 from jaxrl.rollout.weights.subscriber import WeightSubscriber
 from jaxrl.rollout.weights.transport import Transport
 from jaxrl.training.checkpointing import Checkpointer
-from jaxrl.types import Group, Params
+from jaxrl.types import Group, Params, StateDict
 from launch.learner.learner_factory import Metrics, PhaseSpec
 from launch.runtime.learner_actor import CheckpointPlace, LogLines
 from launch.settings.run_settings import WeightTransport
@@ -31,7 +32,9 @@ log = logging.getLogger(__name__)
 _SNAPSHOT_IDS = itertools.count(1)
 
 
-async def call_all(actors: Sequence[Any], method: str, *args: Any) -> list[Any]:
+async def call_all(
+  actors: Sequence[ActorProxy], method: str, *args: object
+) -> list[Any]:
   """Makes the same call to each actor.
 
   Returns:
@@ -51,7 +54,9 @@ class RemoteParams:
       they are published.
   """
 
-  def __init__(self, actors: Sequence[Any], lock: asyncio.Lock, snapshot_id: int = 0):
+  def __init__(
+    self, actors: Sequence[ActorProxy], lock: asyncio.Lock, snapshot_id: int = 0
+  ):
     self._actors = actors
     self._lock = lock
     self._snapshot_id = snapshot_id
@@ -193,7 +198,9 @@ class RemoteLearner:
     params: Where the parameters are.
   """
 
-  def __init__(self, actors: Sequence[Any], put: Callable[[Any], Any]):
+  def __init__(
+    self, actors: Sequence[ActorProxy], put: Callable[[list[Group]], object]
+  ):
     self._actors = actors
     self._put = put
     self._lock = asyncio.Lock()
@@ -222,7 +229,7 @@ class RemoteLearner:
     return metrics
 
   async def save(
-    self, checkpointer: Checkpointer, data: Mapping[str, Any], *, wait: bool = False
+    self, checkpointer: Checkpointer, data: StateDict, *, wait: bool = False
   ) -> None:
     """Saves a checkpoint, as `Learner.save`."""
     async with self._lock:
@@ -236,7 +243,7 @@ class RemoteLearner:
     """Moves the learner's state back to the devices."""
     await call_all(self._actors, 'reload')
 
-  async def restore(self, checkpointer: Checkpointer) -> dict[str, Any]:
+  async def restore(self, checkpointer: Checkpointer) -> StateDict:
     """Restores the newest checkpoint; returns its data."""
     results = await call_all(self._actors, 'restore', _checkpoint_place(checkpointer))
     self.step, data = results[0]
@@ -261,7 +268,12 @@ class RemoteLearnerFactory:
     put: Stores groups where all processes can read them.
   """
 
-  def __init__(self, actors: Sequence[Any], devices: str, put: Callable[[Any], Any]):
+  def __init__(
+    self,
+    actors: Sequence[ActorProxy],
+    devices: str,
+    put: Callable[[list[Group]], object],
+  ):
     self._actors = actors
     self._devices = devices
     self._put = put
@@ -289,7 +301,7 @@ class RemoteLearnerFactory:
         await call_all(self._actors, 'close')
 
 
-async def connect_learner(actors: Sequence[Any]) -> str:
+async def connect_learner(actors: Sequence[ActorProxy]) -> str:
   """Connects new `LearnerActor`s to one learner; returns its devices' description."""
   hosts = await call_all(actors, 'host')
   coordinator = await actors[0].coordinator_address(hosts[0])

@@ -4,8 +4,8 @@ It is made from arguments that can be sent to another process.
 """
 
 import pathlib
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 from jaxrl.component_calls import ComponentCall
 from jaxrl.data.chat_tokenizer import ChatOptions, ChatTokenizer
@@ -16,12 +16,16 @@ from jaxrl.envs.env_registry import (
   find_env,
   num_players,
 )
-from jaxrl.options import ConfigError, error_prefix
+from jaxrl.options import ConfigError, OptionValues, error_prefix
 from jaxrl.rollout.env_manager import EnvContext
 from jaxrl.rollout.env_worker import EnvWorker
+from jaxrl.rollout.queue.group_state import EpisodeQueue
 from jaxrl.rollout.thread_pool import DEFAULT_NUM_THREADS, ThreadPool
+from jaxrl.types import TaskSource, TokenGenerator
 
 if TYPE_CHECKING:
+  from jaxrl.component_table import Component
+  from jaxrl.rollout.opponents import Opponent
   from jaxrl.rollout.rewards.reward_pipeline import RewardPipeline
 
 
@@ -39,7 +43,7 @@ class RolloutWorker(EnvWorker):
     self,
     make_context: Callable[[], EnvContext],
     env_ids: list[tuple[int, int]],
-    options: Mapping[str, Any],
+    options: OptionValues,
     manager: ComponentCall | None = None,
   ):
     super().__init__(make_context(), env_ids, options, manager)
@@ -47,16 +51,16 @@ class RolloutWorker(EnvWorker):
 
 def make_env_context(
   env_type: str,
-  env_config: Mapping[str, Any],
+  env_config: OptionValues,
   folder: pathlib.Path,
-  engine: Any,
-  queue: Any,
-  dataset: Any,
+  engine: TokenGenerator,
+  queue: EpisodeQueue | None,
+  dataset: TaskSource | None,
   *,
   concurrency: int = DEFAULT_NUM_THREADS,
   rewards: 'RewardPipeline | None' = None,
   chat: ChatOptions | None = None,
-  opponent: Any = None,
+  opponent: 'Opponent | Component | None' = None,
   policy_role: int | None = None,
 ) -> EnvContext:
   """Returns what the environments of a tag share.

@@ -8,21 +8,25 @@ import asyncio
 import functools
 import pathlib
 import time
-from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, Protocol, TypeVar
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from jaxrl.data.tokenizer import load_tokenizer
 from jaxrl.device_thread import DeviceThread
 from jaxrl.model_loading import LoadedModel
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, OptionValues
 from jaxrl.rollout.engine import ENGINES
 from jaxrl.rollout.engine.actor_proxy import maybe_await
-from jaxrl.rollout.engine.router import EngineRouter
+from jaxrl.rollout.engine.router import EngineRouter, RoutedEngine
 from jaxrl.rollout.weights.weight_store import InProcessWeightStore, WeightStore
+from jaxrl.types import Value
 from jaxrl.user_code import import_object
 from launch.learner.learner_factory import LearnerFactory, MakeLearners
+from launch.runtime.rollout_worker import RolloutWorker
 from launch.settings.run_settings import RunSettings, WeightTransport
+
+Parameters = ParamSpec('Parameters')
 
 
 class Runtime:
@@ -47,7 +51,12 @@ class Runtime:
     """True if this runtime hosts the learner; otherwise the caller makes its own."""
     return False
 
-  def spawn(self, cls: Callable[..., Any], *args: Any, **options: Any) -> Any:
+  def spawn(
+    self,
+    cls: Callable[Parameters, Value],
+    *args: Parameters.args,
+    **options: Parameters.kwargs,
+  ) -> Value:
     """Returns an object of class `cls`, or a handle whose methods are awaited."""
     return cls(*args, **options)
 
@@ -57,9 +66,9 @@ class Runtime:
     folder: pathlib.Path,
     device_thread: DeviceThread,
     count: int,
-    options: Mapping[str, Any],
+    options: OptionValues,
     kind: str = 'jax',
-  ) -> list[Any]:
+  ) -> list[RoutedEngine]:
     """Starts engines; in this process one, as more would share the same devices.
 
     Args:
@@ -90,7 +99,7 @@ class Runtime:
     raise RuntimeError('a learner in this process is made by whoever runs it')
 
   def make_weight_store(
-    self, engines: list[Any], device_thread: DeviceThread
+    self, engines: Sequence[RoutedEngine], device_thread: DeviceThread
   ) -> WeightStore:
     """Returns what brings weights to the engines."""
     if self._transport.name == 'inprocess':
@@ -108,16 +117,18 @@ class Runtime:
     )
     return self._store
 
-  def make_router(self, engines: list[Any], **options: Any) -> Any:
+  def make_router(
+    self, engines: Sequence[RoutedEngine], **options: Any
+  ) -> EngineRouter:
     """Returns an `EngineRouter` with these options, or a handle to one."""
     return EngineRouter(engines, **options)
 
-  async def supervise(self, work: Awaitable[Any]) -> Any:
+  async def supervise(self, work: Awaitable[Value]) -> Value:
     """Returns the result of `work`. Engines that are lost meanwhile are replaced."""
     return await work
 
   async def run_worker(
-    self, worker: functools.partial[Any], data: Mapping[str, Any]
+    self, worker: functools.partial[RolloutWorker], data: Mapping[str, int]
   ) -> int:
     """Makes a worker, runs it to its end and returns the number of episodes it put."""
     return await maybe_await(worker().run(data))
@@ -126,7 +137,7 @@ class Runtime:
     """Returns how many workers to make when `count` are asked for: here, one."""
     return 1
 
-  async def call_actors(self, fn: Callable[[Any, str], Any]) -> dict[str, Any]:
+  async def call_actors(self, fn: Callable[[Any, str], Value]) -> dict[str, Value]:
     """Calls `fn(actor, name)` in the process of each actor, if there are any.
 
     Args:
@@ -162,7 +173,7 @@ def make_engines(
   policy: LoadedModel,
   runtime: Runtime,
   device_thread: DeviceThread,
-) -> tuple[list[Any], Any, WeightStore]:
+) -> tuple[list[RoutedEngine], EngineRouter, WeightStore]:
   """Starts the engines of a run.
 
   Args:
@@ -189,7 +200,7 @@ def make_engines(
   return engines, router, runtime.make_weight_store(engines, device_thread)
 
 
-async def supervise_run(runtime: Runtime, work: Awaitable[Any]) -> Any:
+async def supervise_run(runtime: Runtime, work: Awaitable[Value]) -> Value:
   """Returns the result of `work` while the runtime supervises it.
 
   Raises:

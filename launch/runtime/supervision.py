@@ -7,9 +7,10 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
+from jaxrl.rollout.engine.actor_proxy import ActorHandle
 from launch.runtime.signal_handler import BEFORE_ABORT
 
 log = logging.getLogger(__name__)
@@ -67,11 +68,11 @@ def error_summary(error: BaseException) -> str:
 
 
 async def run_worker_with_restart(
-  start: Callable[[], Any],
-  forget: Callable[[Any], None],
+  start: Callable[[], tuple[ActorHandle, Awaitable[object]]],
+  forget: Callable[[ActorHandle], None],
   name: str,
   *,
-  host_is_lost: Callable[[Any], bool] = lambda actor: False,
+  host_is_lost: Callable[[ActorHandle], bool] = lambda actor: False,
   max_deaths: int = 2,
   max_failed_starts: int = 30,
   pause: float = 2.0,
@@ -132,14 +133,14 @@ async def run_worker_with_restart(
       await asyncio.sleep(pause)
 
 
-def measure_memory(actor: Any, name: str) -> int:
+def measure_memory(actor: object, name: str) -> int:
   """Returns the bytes of memory that this process, an actor's, takes."""
   import psutil
 
   return psutil.Process().memory_info().rss
 
 
-def measure_disk(actor: Any) -> tuple[str, int, int]:
+def measure_disk(actor: object) -> tuple[str, int, int]:
   """Returns where Ray keeps its files on this host; free and all bytes of that disk."""
   from ray._private import worker
 
@@ -149,7 +150,7 @@ def measure_disk(actor: Any) -> tuple[str, int, int]:
   return folder, usage.free, usage.total
 
 
-async def death_reason(actor: Any, timeout: float) -> Exception | None:
+async def death_reason(actor: ActorHandle, timeout: float) -> Exception | None:
   """Returns why an actor is dead; None if it lives, or is too busy to answer."""
   try:
     async with asyncio.timeout(timeout):
@@ -163,7 +164,7 @@ async def death_reason(actor: Any, timeout: float) -> Exception | None:
 
 async def root_cause(
   error: Exception,
-  actors: Callable[[], Sequence[tuple[str, Any]]],
+  actors: Callable[[], Sequence[tuple[str, ActorHandle]]],
   *,
   timeout: float = 2.0,
   several_learners: bool = True,

@@ -81,6 +81,7 @@ CATALOGUES = {
 MAX_MODULES_BEFORE_STEP_1 = 200  # 8 of them know how templates write calls
 MAX_MODULES_OF_THE_EXAMPLE = 102  # that examples/grpo_minimal.py imports
 MAX_RAW_CONFIG_FUNCTIONS = 12
+MAX_LINES_WITH_ANY = 1260  # of the packages below `examples`
 
 # Tell people or other programs the time of day, which may be set back meanwhile.
 READS_WALL_CLOCK = {
@@ -279,6 +280,17 @@ def test_few_functions_take_a_raw_config():
     if raw and name.startswith('launch'):
       config_functions.append(f'{name}.{node.name}')
   assert len(config_functions) <= MAX_RAW_CONFIG_FUNCTIONS, config_functions
+
+
+def test_few_lines_say_any():
+  """A class, a protocol or an alias says more, and `object` is checked."""
+  packages = ('kernels', 'jaxrl', 'configs', 'launch')
+  count = sum(
+    len(re.findall(r'^.*\bAny\b.*$', file.read_text(), re.M))
+    for name, file in SOURCE.items()
+    if name.startswith(packages)
+  )
+  assert count <= MAX_LINES_WITH_ANY
 
 
 def test_calls_are_read_in_one_module():

@@ -13,7 +13,7 @@ import jinja2.meta
 from jinja2 import nodes
 
 from jaxrl.data.model_text.turn_end import ChatOptionError, reply_with_calls
-from jaxrl.options import closest_match
+from jaxrl.options import Keywords, OptionValues, closest_match
 from jaxrl.types import Message
 
 # Arguments of `apply_chat_template` that are not options of a template.
@@ -75,7 +75,7 @@ class ChatTemplate:
     self,
     tokenizer: Any,
     source: str,
-    options: Mapping[str, Any],
+    options: OptionValues,
     date: datetime.date | None = None,
     image_processor: Any = None,
   ):
@@ -99,7 +99,7 @@ class ChatTemplate:
       ids = [image_processor.image_token_id]
       self._placeholder = tokenizer.convert_ids_to_tokens(ids)[0]
     self._broken_placeholder = _broken(self._placeholder)
-    self._options: dict[str, Any] = {}
+    self._options: Keywords = {}
     self._set_options(options)
 
   @property
@@ -108,7 +108,7 @@ class ChatTemplate:
     source = self._source or self._tokenizer.chat_template
     return '\n'.join(source.values()) if isinstance(source, Mapping) else str(source)
 
-  def with_options(self, options: Mapping[str, Any]) -> 'ChatTemplate':
+  def with_options(self, options: OptionValues) -> 'ChatTemplate':
     """Returns a template with additional options.
 
     Args:
@@ -121,7 +121,7 @@ class ChatTemplate:
     changed._set_options(options)
     return changed
 
-  def _set_options(self, options: Mapping[str, Any]) -> None:
+  def _set_options(self, options: OptionValues) -> None:
     """Adds template options, which must be ones that the template reads."""
     names = [str(name) for name in options if name != 'tools']
     known, usual = _find_options(self.source) if names else (set(), set())
@@ -151,7 +151,7 @@ class ChatTemplate:
     Raises:
       ValueError: If the template refuses the messages.
     """
-    options: Mapping[str, Any] = self._options
+    options: OptionValues = self._options
     messages = list(map(_with_every_thought_key, messages))
     if self._placeholder:
       messages = self._without_placeholders(messages)
@@ -165,7 +165,7 @@ class ChatTemplate:
       ) from error
 
   def _apply_template(
-    self, messages: list[Message], prompt: bool, options: Mapping[str, Any]
+    self, messages: list[Message], prompt: bool, options: OptionValues
   ) -> str:
     """Applies the template to messages in the form in which it reads them."""
     if self._content_form is None:
@@ -178,7 +178,7 @@ class ChatTemplate:
     return self._write(messages, options, prompt)
 
   def _write(
-    self, messages: list[Message], options: Mapping[str, Any], prompt: bool = False
+    self, messages: list[Message], options: OptionValues, prompt: bool = False
   ) -> str:
     """Returns what the template writes for messages as they are."""
     return self._tokenizer.apply_chat_template(
@@ -190,9 +190,7 @@ class ChatTemplate:
       **options,
     )
 
-  def _find_content_form(
-    self, options: Mapping[str, Any]
-  ) -> Callable[[Message], Message]:
+  def _find_content_form(self, options: OptionValues) -> Callable[[Message], Message]:
     """Returns a function that converts content into the form that the template writes.
 
     Most write a text and a list of parts alike, some only a text, and SmolVLM's only a
@@ -210,7 +208,7 @@ class ChatTemplate:
       return _in_parts
     return _joined if is_written == [True, False] else _as_it_is
 
-  def _find_call_form(self, options: Mapping[str, Any]) -> _CallForm:
+  def _find_call_form(self, options: OptionValues) -> _CallForm:
     """Returns the first form of a message in which the template writes its calls."""
     usable = []
     for form in _CALL_FORMS:
@@ -225,7 +223,7 @@ class ChatTemplate:
       usable.append(form)
     return usable[0] if usable else _CALL_FORMS[0]
 
-  def _without_placeholders(self, value: Any) -> Any:
+  def _without_placeholders(self, value: object) -> Any:
     """Breaks up the placeholder in every text of a value, so that it is not a token.
 
     `<|image_pad|>` loses its bars, `<image>` gets a space after its first character.
@@ -344,7 +342,7 @@ def _in_form(message: Message, form: _CallForm) -> Message:
   return written
 
 
-def read_call_arguments(function: Mapping[str, Any]) -> Any:
+def read_call_arguments(function: Mapping[str, object]) -> Any:
   """Returns the arguments of a message's tool call, which may be JSON text.
 
   Args:

@@ -150,7 +150,7 @@ def _with_marks(message: Message, marks: _Marks, are_names_marked: bool) -> Mess
   return marked
 
 
-def _mark_content(content: Any, marks: _Marks, *, is_value: bool = False) -> Any:
+def _mark_content(content: object, marks: _Marks, *, is_value: bool = False) -> Any:
   if isinstance(content, str):
     parts = _THOUGHT_TAGS.split(content)
     return ''.join(
@@ -167,9 +167,7 @@ def _mark_content(content: Any, marks: _Marks, *, is_value: bool = False) -> Any
   return content
 
 
-def _mark_call(
-  call: Mapping[str, Any], marks: _Marks, is_name_marked: bool
-) -> dict[str, Any]:
+def _mark_call(call: Message, marks: _Marks, is_name_marked: bool) -> Message:
   function, outer = dict(call.get('function') or call), {}
   if is_name_marked:
     name = str(function['name'])
@@ -188,7 +186,7 @@ def _mark_call(
 
 
 def _map_values(
-  value: Any, change: Callable[[Any], Any], change_key: Callable[[str], str] = str
+  value: object, change: Callable[[Any], Any], change_key: Callable[[str], str] = str
 ) -> Any:
   """Changes each value in objects and lists, and perhaps each key."""
   if isinstance(value, Mapping):

@@ -53,7 +53,7 @@ def parse_json_cell(text: str, what: str) -> Any:
     raise DataError(f'{what} must be a list or object, or its JSON: {error}') from error
 
 
-def are_messages(value: Any) -> bool:
+def are_messages(value: object) -> bool:
   """Returns whether a value is a list of messages, by role or by who they are from.
 
   Args:
@@ -81,7 +81,7 @@ def parse_stored_messages(text: str) -> Any:
   return value if are_messages(value) else text
 
 
-def as_messages(value: Any, role: str) -> list[Message]:
+def as_messages(value: object, role: str) -> list[Message]:
   """Converts a text or a list of messages to a list of messages.
 
   Args:
@@ -97,7 +97,7 @@ def as_messages(value: Any, role: str) -> list[Message]:
   return normalize_messages(value)
 
 
-def normalize_messages(value: Any) -> list[Message]:
+def normalize_messages(value: object) -> list[Message]:
   """Parses a conversation into messages with role and content.
 
   Args:
@@ -116,7 +116,7 @@ def normalize_messages(value: Any) -> list[Message]:
   return [_message(message, i) for i, message in enumerate(value)]
 
 
-def _message(message: Any, i: int) -> Message:
+def _message(message: object, i: int) -> Message:
   """Returns one message with its role, content and what else templates read."""
   if not isinstance(message, Mapping):
     raise DataError(f'message {i} must be an object, not {type(message).__name__}')
@@ -160,7 +160,7 @@ def _split_thought(content: Any, values: Mapping[str, Any]) -> tuple[Any, str]:
 
 
 def _split_calls(
-  content: Any, values: Mapping[str, Any], role: str, i: int
+  content: object, values: Mapping[str, object], role: str, i: int
 ) -> tuple[Any, list[Any]]:
   """Returns a content without calls of tools, and the calls of a message.
 
@@ -198,7 +198,7 @@ def _call(call: Any) -> Any:
   return {**call, 'function': {**function, 'arguments': arguments}}
 
 
-def _content(content: Any, i: int) -> str | list[Message]:
+def _content(content: object, i: int) -> str | list[Message]:
   """Returns the content as text, joining the texts of typed parts.
 
   If a part is an image, parts are returned. An image that a part only announces is to
@@ -216,7 +216,7 @@ def _content(content: Any, i: int) -> str | list[Message]:
   return ''.join(known_texts)
 
 
-def _part(part: Any, i: int) -> Message:
+def _part(part: object, i: int) -> Message:
   """Returns a part of a content that has images."""
   if isinstance(part, Mapping) and part.get('type') in IMAGE_TYPES:
     from jaxrl.data.images import as_image  # text alone needs none
@@ -284,7 +284,7 @@ def _as_parts(content: Any) -> list[Message]:
   return [{'type': 'text', 'text': content}] if isinstance(content, str) else content
 
 
-def _filled(content: Any, left: list[Any]) -> list[Message]:
+def _filled(content: object, left: list[Any]) -> list[Message]:
   """Returns a content with images, which are taken from the beginning of `left`."""
   parts: list[Message] = []
   for part in content if isinstance(content, list) else []:

@@ -8,7 +8,7 @@ What the header of a README.md says of its data files goes before names.
 import fnmatch
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from jaxrl.data.rows.row_readers import (
   FILE_READERS,
@@ -16,6 +16,7 @@ from jaxrl.data.rows.row_readers import (
   file_stem,
   is_row_file,
 )
+from jaxrl.options import JsonObject
 
 # The names that a split goes by, as on the Hub.
 SPLIT_NAMES = {
@@ -259,7 +260,7 @@ def _read_configs(
 
 
 def _files_of_entry(
-  entry: Mapping[str, Any], files: Sequence[str]
+  entry: Mapping[str, object], files: Sequence[str]
 ) -> list[_LabelledFile]:
   """Returns the files of one configuration with their splits."""
   folder = str(entry.get('data_dir') or '').strip('./')
@@ -292,7 +293,7 @@ def _matches(path: str, pattern: str) -> bool:
   )
 
 
-def _default_config(configs: Mapping[str, Any], default: str, where: str) -> str:
+def _default_config(configs: JsonObject, default: str, where: str) -> str:
   """Returns the default configuration, or the only one."""
   if default in configs:
     return default

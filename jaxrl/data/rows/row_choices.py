@@ -45,7 +45,9 @@ def letter_at(position: int) -> str:
   return chr(ord('A') + position)
 
 
-def show_choices(question: Any, answer: Any, row: Mapping[str, Any]) -> dict[str, Any]:
+def show_choices(
+  question: object, answer: object, row: Mapping[str, object]
+) -> dict[str, Any]:
   """Adds the choices of a row to its question, and makes its answer a letter.
 
   Args:
@@ -85,7 +87,7 @@ def show_choices(question: Any, answer: Any, row: Mapping[str, Any]) -> dict[str
   return {'question': shown, 'answer': letter, 'choices': texts}
 
 
-def _labels(choices: Any) -> list[str]:
+def _labels(choices: object) -> list[str]:
   """Returns the labels that a row gives to its choices; none for a plain list."""
   if not isinstance(choices, Mapping):
     return []
@@ -94,7 +96,9 @@ def _labels(choices: Any) -> list[str]:
   return [str(label).strip() for label in (labels if is_list else choices)]
 
 
-def _position(answer: Any, texts: Sequence[str], labels: Sequence[str]) -> int | None:
+def _position(
+  answer: object, texts: Sequence[str], labels: Sequence[str]
+) -> int | None:
   """Returns which of the choices the answer is; None if it is none of them."""
   if isinstance(answer, bool) or not isinstance(answer, int | str):
     return None

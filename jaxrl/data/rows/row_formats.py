@@ -197,7 +197,7 @@ class RowFormat:
     )
     return list(tools or ())
 
-  def extras(self, row: Row) -> dict[str, Any]:
+  def extras(self, row: Row) -> Row:
     """Returns the additional per-token values of a row's conversation.
 
     Args:
@@ -293,7 +293,7 @@ class RowFormat:
     )
 
 
-def _check_content(name: str, value: Any) -> None:
+def _check_content(name: str, value: object) -> None:
   """Raises DataError for a prompt or an answer that says nothing."""
   if is_empty(value):
     raise DataError(f'its {name} is empty ({value!r})')
@@ -313,7 +313,7 @@ def _checked(messages: list[Message]) -> list[Message]:
   return messages
 
 
-def _answer(side: Any, prompt: list[Message]) -> list[Message]:
+def _answer(side: object, prompt: list[Message]) -> list[Message]:
   """Returns the full conversation of one side of a pair."""
   side = chat_messages.parse_stored_messages(side) if isinstance(side, str) else side
   if isinstance(side, str):
@@ -333,7 +333,7 @@ def _answer(side: Any, prompt: list[Message]) -> list[Message]:
   return turns
 
 
-def _as_text(value: Any) -> str:
+def _as_text(value: object) -> str:
   """Returns a cell as a chat template may write it."""
   if isinstance(value, str):
     return value

@@ -210,7 +210,7 @@ def _parse(text: str, where: str) -> Row:
   return row
 
 
-def _check_surrogates(text: str, value: Any, where: str) -> None:
+def _check_surrogates(text: str, value: object, where: str) -> None:
   r"""Raises DataError for half a surrogate pair, such as \ud800, which is not text."""
   if r'\ud' not in text and r'\uD' not in text:
     return
@@ -251,7 +251,7 @@ def _json_values(text: str, file: Path) -> list[Any]:
   return values
 
 
-def _listed_rows(value: Any, file: Path) -> list[Any]:
+def _listed_rows(value: object, file: Path) -> list[Any]:
   """Returns the rows of a JSON document: a list, an object with a list, or one row."""
   if isinstance(value, list):
     return value

@@ -140,7 +140,7 @@ class TaskReader:
     return self._keys[source]
 
 
-def _with_choices(question: Any, answer: Any, row: Row) -> Row:
+def _with_choices(question: Any, answer: object, row: Row) -> Row:
   """Returns what changes when the question, or its last message, shows the choices."""
   if not are_messages(question):
     return show_choices(question, answer, row)

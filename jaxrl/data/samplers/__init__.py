@@ -6,10 +6,11 @@ subclass of `Sampler`, given as it is or by dotted path: `my_lab.pick:Newest`.
 """
 
 import re
-from typing import Any, cast
+from typing import cast
 
 from jaxrl.component_table import Component, ComponentTable, component_name
 from jaxrl.data.samplers.sampler import Sampler, SamplerSource
+from jaxrl.options import OptionValues
 
 __all__ = ['SAMPLERS', 'SamplerSource', 'Sampler', 'find_sampler', 'make_sampler']
 
@@ -29,7 +30,7 @@ SAMPLERS = ComponentTable(
 )
 
 
-def find_sampler(sampler: Component) -> tuple[type[Sampler], dict[str, Any]]:
+def find_sampler(sampler: Component) -> tuple[type[Sampler], OptionValues]:
   """Returns the class of a sampler and its options, both checked.
 
   Args:

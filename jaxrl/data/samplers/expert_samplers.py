@@ -2,13 +2,11 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from jaxrl.data.samplers.sampler import ExpertRows, Metrics, Sampler, SamplerSource
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 
 
 class WarmupSampler(Sampler):
@@ -60,11 +58,11 @@ class WarmupSampler(Sampler):
     """Returns the number of expert rows of the last step."""
     return {'sampler/expert_rows': float(self._num_drawn)}
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the position in the expert rows."""
     return {'experts': self._experts.state_dict()}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the position in the expert rows."""
     self._experts.load_state_dict(state['experts'])
 
@@ -125,11 +123,11 @@ class MixedSampler(Sampler):
     """Returns the number of expert rows of the last step."""
     return {'sampler/expert_rows': float(self._num_drawn)}
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the position in the expert rows."""
     return {'experts': self._experts.state_dict()}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the position in the expert rows."""
     self._experts.load_state_dict(state['experts'])
 

@@ -2,15 +2,13 @@
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from jaxrl import group_stats
 from jaxrl.data import trajectory_codec
 from jaxrl.data.samplers.sampler import Metrics, Sampler, SamplerSource, mean_age
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 
 
 @dataclasses.dataclass
@@ -157,13 +155,13 @@ class ReplaySampler(Sampler):
     """Returns the number of reused groups, the buffer size and the mean age."""
     return self._metrics
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the buffer as JSON."""
     entry_states = [[e.number, e.version, e.uses, e.ready] for e in self._entries]
     groups = [entry.pack() for entry in self._entries]
     return {'arrived': self._num_arrived, 'places': entry_states, 'groups': groups}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the buffer.
 
     Args:

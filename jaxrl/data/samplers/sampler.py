@@ -1,10 +1,9 @@
 """Sampler is the base class of all samplers; SamplerSource is what they draw from."""
 
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 from jaxrl.training import staleness
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 
 Metrics = dict[str, float]
 
@@ -16,11 +15,11 @@ class ExpertRows(Protocol):
     """Returns the groups of a step."""
     ...
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the position as JSON."""
     ...
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the position."""
     ...
 
@@ -121,11 +120,11 @@ class Sampler:
     """Returns the metrics of the last step's groups, named sampler/…."""
     return {}
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns everything that the next steps depend on, as JSON, for the checkpoint."""
     return {}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the state that `state_dict` returned."""
 
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from jaxrl.data import trajectory_codec
 from jaxrl.data.store.reader_lease import ReaderLease
 from jaxrl.data.store.store_database import StoreDatabase, import_sqlalchemy
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 
 log = logging.getLogger(__name__)
 
@@ -107,7 +107,7 @@ class ExperienceReader:
       connection.execute(run)
       self._release(connection, 0)
 
-  def resume(self, step: int, state: Mapping[str, Any]) -> None:
+  def resume(self, step: int, state: StateDict) -> None:
     """Continues at `step` from a saved state.
 
     Args:

@@ -5,13 +5,13 @@ import json
 import os
 import pathlib
 import uuid
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import numpy as np
 
 from jaxrl.data import trajectory_codec
 from jaxrl.data.store.store_database import StoreDatabase, import_sqlalchemy
+from jaxrl.options import OptionValues
 from jaxrl.types import Group, Trajectory
 
 MAX_GROUP_BYTES = 2**28  # of a group, compressed
@@ -70,7 +70,7 @@ class ExperienceWriter:
 
   part_size = 1
 
-  def __init__(self, database: StoreDatabase, run: str, facts: Mapping[str, Any]):
+  def __init__(self, database: StoreDatabase, run: str, facts: OptionValues):
     self._database = database
     self._run = run
     self._pending: dict[tuple[str, int], bytes] = {}

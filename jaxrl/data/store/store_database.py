@@ -50,10 +50,10 @@ def store_tables() -> Any:
   metadata = sa.MetaData()
   number = sa.BigInteger().with_variant(sa.Integer, 'sqlite')
 
-  def table(name: str, *parts: Any, **more: Any) -> Any:
+  def table(name: str, *parts: object, **more: object) -> Any:
     return sa.Table(f'jaxrl_{name}', metadata, *parts, **more)
 
-  def column(name: str, kind: Any, *, null: bool = False, key: bool = False) -> Any:
+  def column(name: str, kind: object, *, null: bool = False, key: bool = False) -> Any:
     return sa.Column(name, kind, primary_key=key, nullable=null, autoincrement=False)
 
   return types.SimpleNamespace(
@@ -227,7 +227,7 @@ def _configure_sqlite(sa: Any, engine: Any) -> None:
   """
 
   @sa.event.listens_for(engine, 'connect')
-  def connect(connection: Any, record: Any) -> None:
+  def connect(connection: Any, record: object) -> None:
     connection.isolation_level = None
     connection.execute('PRAGMA journal_mode=WAL')
     connection.execute('PRAGMA synchronous=FULL')

@@ -253,7 +253,7 @@ def _read_llama_values(text: str) -> list[Any]:
   return values
 
 
-def _is_llama_call(value: Any) -> bool:
+def _is_llama_call(value: object) -> bool:
   if not isinstance(value, dict) or not isinstance(value.get('name'), str):
     return False
   keys = value.keys() - ({'type'} if value.get('type') == 'function' else set())

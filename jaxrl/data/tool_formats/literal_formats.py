@@ -172,7 +172,7 @@ def _unescape(match: re.Match[str]) -> str:
   return match[4] if match[4] in '\\\'"' else match[0]
 
 
-def _write_value(value: Any, quote: str) -> str:
+def _write_value(value: object, quote: str) -> str:
   if isinstance(value, str):
     return f'{quote}{value}{quote}'
   if isinstance(value, dict):
@@ -244,7 +244,7 @@ def _read_lfm2(text: str, match: re.Match[str], tools: Tools) -> tuple[Calls, in
   return calls, expect(text, reader.at, _LFM_CLOSE)
 
 
-def _write_python(value: Any) -> str:
+def _write_python(value: object) -> str:
   if isinstance(value, str):
     escaped = json.dumps(value, ensure_ascii=False)[1:-1].replace('\\"', '"')
     return "'" + escaped.replace("'", "\\'") + "'"

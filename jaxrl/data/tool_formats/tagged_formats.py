@@ -53,7 +53,7 @@ def find_schema(tools: Tools, name: str, key: str) -> Mapping[str, Any]:
   return {}
 
 
-def _allowed_types(schema: Mapping[str, Any]) -> frozenset[str]:
+def _allowed_types(schema: Mapping[str, object]) -> frozenset[str]:
   """Returns which JSON types a schema allows, as far as it says."""
   declared = schema.get('type')
   if isinstance(declared, str):
@@ -73,7 +73,7 @@ def _allowed_types(schema: Mapping[str, Any]) -> frozenset[str]:
   return _ANY
 
 
-def _is_type(value: Any, name: str) -> bool:
+def _is_type(value: object, name: str) -> bool:
   if isinstance(value, bool):
     return name == 'boolean'
   if name == 'integer' and isinstance(value, float):
@@ -103,7 +103,7 @@ def _read_literal(text: str) -> Any:
   return text
 
 
-def restore_value(text: str, schema: Mapping[str, Any]) -> Any:
+def restore_value(text: str, schema: Mapping[str, object]) -> Any:
   """Returns the value that a parameter's text stands for.
 
   A parameter that may only be a string is one. Any other is read as JSON, or as

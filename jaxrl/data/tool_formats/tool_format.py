@@ -244,7 +244,7 @@ def expect(text: str, at: int, marker: str) -> int:
   return start + len(marker)
 
 
-def read_arguments(value: Any) -> dict[str, Any]:
+def read_arguments(value: object) -> dict[str, Any]:
   """Returns the arguments of a call as an object.
 
   Args:
@@ -264,7 +264,7 @@ def read_arguments(value: Any) -> dict[str, Any]:
 
 
 def read_call(
-  value: Any,
+  value: object,
   names: Sequence[str] = ('name',),
   arguments: Sequence[str] = ('arguments',),
 ) -> ToolCall:
@@ -287,7 +287,7 @@ def read_call(
   return {'name': name, 'arguments': read_arguments(found)}
 
 
-def dump_json(value: Any) -> str:
+def dump_json(value: object) -> str:
   """Returns a value's JSON as templates write it, with letters as they are.
 
   Args:

@@ -28,6 +28,7 @@ from jaxrl.data.tool_formats import (
 )
 from jaxrl.data.trajectory_writers.dump_columns import DumpRow
 from jaxrl.data.trajectory_writers.file_writer import IMAGES, FileWriter
+from jaxrl.options import JsonObject
 
 SCHEMA_VERSION = 'ATIF-v1.7'
 PATH_PREFIX = 'atif://'
@@ -97,7 +98,7 @@ def write_documents(folder: pathlib.Path, rows: Sequence[DumpRow]) -> None:
   os.replace(partial, folder)
 
 
-def to_atif(row: Mapping[str, Any]) -> Document:
+def to_atif(row: DumpRow) -> Document:
   """Converts a row of a dump to an ATIF document.
 
   Each message becomes a step; the results of tool calls belong to the step that made
@@ -149,7 +150,7 @@ def _named(formats: Sequence[Any], name: Any, default: Any) -> Any:
   return next((one for one in formats if one.name == name), default)
 
 
-def _read_content(row: Mapping[str, Any]) -> dict[str, Any]:
+def _read_content(row: DumpRow) -> Document:
   try:
     content = json.loads(row['save_content'])
     if not isinstance(content, dict) or not isinstance(content['messages'], list):
@@ -162,12 +163,12 @@ def _read_content(row: Mapping[str, Any]) -> dict[str, Any]:
     ) from error
 
 
-def _present(**fields: Any) -> Document:
+def _present(**fields: object) -> Document:
   """Returns the fields that are not None; the format leaves the others out."""
   return {name: value for name, value in fields.items() if value is not None}
 
 
-def _first_reply(content: Mapping[str, Any], steps: list[Document], count: int) -> int:
+def _first_reply(content: Document, steps: list[Document], count: int) -> int:
   """Returns which of the agent's steps the row's first sampled reply is.
 
   Rows of single turns hold all messages of their episode, and sampled only some.
@@ -214,7 +215,7 @@ def _add_replies(
   return ''
 
 
-def _sampled_replies(content: Mapping[str, Any]) -> list[tuple[Document, Document]]:
+def _sampled_replies(content: Document) -> list[tuple[Document, Document]]:
   """Returns the metrics and the extra of each run of tokens that the model wrote."""
   if 'tokens' not in content:
     return []
@@ -254,7 +255,7 @@ def _sampled_replies(content: Mapping[str, Any]) -> list[tuple[Document, Documen
 
 def _add_message(
   steps: list[Document],
-  message: Mapping[str, Any],
+  message: Document,
   thoughts: ThoughtFormat,
   tool_format: ToolFormat,
 ) -> None:
@@ -281,7 +282,7 @@ def _add_message(
 
 def _agent_fields(
   step_id: int,
-  message: Mapping[str, Any],
+  message: Document,
   thoughts: ThoughtFormat,
   tool_format: ToolFormat,
 ) -> Document:
@@ -323,7 +324,7 @@ def _extract_calls(text: str, tool_format: ToolFormat) -> tuple[str, list[ToolCa
   return (content, valid) if calls and len(valid) == len(calls) else (text, [])
 
 
-def _call(call: Mapping[str, Any]) -> tuple[str, dict[str, Any], str | None]:
+def _call(call: Document) -> tuple[str, JsonObject, str | None]:
   """Returns the name, the arguments and the id of a tool call of a message."""
   function = call.get('function', call)
   arguments = function.get('arguments', {})
@@ -338,7 +339,7 @@ def _call(call: Mapping[str, Any]) -> tuple[str, dict[str, Any], str | None]:
   return str(function.get('name', '')), arguments, call_id and str(call_id)
 
 
-def _content(content: Any) -> str | list[Document]:
+def _content(content: object) -> str | list[Document]:
   """Returns text as it is, and other content as a list of parts of text and images."""
   if content is None or isinstance(content, str):
     return content or ''
@@ -350,7 +351,7 @@ def _content(content: Any) -> str | list[Document]:
   return parts
 
 
-def _part(piece: Any) -> Document:
+def _part(piece: object) -> Document:
   """Returns a part of a message; anything but text and images becomes its JSON."""
   if isinstance(piece, str):
     return {'type': 'text', 'text': piece}
@@ -367,7 +368,7 @@ def _part(piece: Any) -> Document:
   return {'type': 'text', 'text': json.dumps(piece, ensure_ascii=False)}
 
 
-def _final_metrics(row: Mapping[str, Any], steps: Sequence[Document]) -> Document:
+def _final_metrics(row: DumpRow, steps: Sequence[Document]) -> Document:
   metrics = [step['metrics'] for step in steps if 'metrics' in step]
   totals: Document = {'total_steps': len(steps)}
   if metrics:

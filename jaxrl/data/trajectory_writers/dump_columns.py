@@ -64,7 +64,7 @@ class DumpColumns:
 
   def __init__(
     self,
-    columns: Iterable[Any] = (),
+    columns: Iterable[object] = (),
     env_columns: Mapping[str, str] | None = None,
     where: str = 'trajectory_dump.columns',
     *,
@@ -186,7 +186,7 @@ class DumpColumns:
       data = trajectory_codec.to_json(without_values, arrays=self._save_arrays)
     return json.dumps(data, allow_nan=False, separators=(',', ':'))
 
-  def _fit(self, name: str, value: Any) -> Any:
+  def _fit(self, name: str, value: object) -> Any:
     """Converts a value to its column's type; one that does not fit becomes None."""
     if value is None:
       return None
@@ -203,7 +203,7 @@ class DumpColumns:
       log.warning('column %s: %s (reported once)', name, text)
 
 
-def _pair(pair: Any, where: str) -> tuple[str, str]:
+def _pair(pair: object, where: str) -> tuple[str, str]:
   if isinstance(pair, str) or not isinstance(pair, Sequence) or len(pair) != 2:
     raise ValueError(
       f'{where}: {pair!r} is not a pair of name and type; write '
@@ -234,7 +234,7 @@ def _holds(column_type: str, value_type: str) -> bool:
 def _integer_reader(kind: str) -> Callable[[Any], int]:
   limit = 2 ** (INTEGER_BITS[kind] - 1)
 
-  def read(value: Any) -> int:
+  def read(value: object) -> int:
     value = _item(value)
     if isinstance(value, bool) or not isinstance(value, int):
       raise TypeError(f'{value!r} is not a whole number')
@@ -245,7 +245,7 @@ def _integer_reader(kind: str) -> Callable[[Any], int]:
   return read
 
 
-def _number(value: Any) -> float:
+def _number(value: object) -> float:
   value = _item(value)
   if isinstance(value, bool) or not isinstance(value, int | float):
     raise TypeError(f'{value!r} is not a number')
@@ -254,14 +254,14 @@ def _number(value: Any) -> float:
   return float(value)
 
 
-def _truth(value: Any) -> bool:
+def _truth(value: object) -> bool:
   value = _item(value)
   if not isinstance(value, bool):
     raise TypeError(f'{value!r} is not true or false')
   return value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   if isinstance(value, Mapping | list | tuple):
     return json.dumps(value, allow_nan=False, separators=(',', ':'))
   if not isinstance(value, str):

@@ -5,11 +5,11 @@ so only a process that plays nothing else can repeat a game by its seed.
 """
 
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
+from jaxrl.envs.env_registry import Info, ResetOptions
 from jaxrl.envs.isolated_env import IsolatedEnv
-from jaxrl.options import closest_match, require_package
+from jaxrl.options import OptionValues, closest_match, require_package
 
 
 class GemEnv(IsolatedEnv):
@@ -35,7 +35,7 @@ class GemEnv(IsolatedEnv):
     self,
     *,
     id: str = '',
-    arguments: Mapping[str, Any] | None = None,
+    arguments: OptionValues | None = None,
     max_chars: int = 20_000,
     unsafe: bool = False,
   ):
@@ -63,7 +63,7 @@ class GemGame:
     ValueError: If there is no such environment.
   """
 
-  def __init__(self, *, id: str, arguments: Mapping[str, Any], max_chars: int):
+  def __init__(self, *, id: str, arguments: OptionValues, max_chars: int):
     importlib.import_module('gem.envs')  # registers them
     registration: Any = importlib.import_module('gem.envs.registration')
     known = registration.ENV_REGISTRY
@@ -80,8 +80,8 @@ class GemGame:
     self._score = 0.0
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Creates the game of `seed`."""
     seed %= 2**32  # the range of numpy's legacy seeds
     self._seeding.set_seed(seed)  # some draw when they are made
@@ -90,7 +90,7 @@ class GemGame:
     observation, info = self._game.reset(seed=seed)
     return str(observation), self._info(info)
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Plays a reply."""
     if self._game is None:
       raise RuntimeError('call reset before step')
@@ -108,6 +108,6 @@ class GemGame:
     return str(observation), float(reward), bool(terminated), bool(truncated), game_info
 
   @staticmethod
-  def _info(info: Mapping[str, Any]) -> dict[str, Any]:
+  def _info(info: Info) -> Info:
     suffix = info.get('suffix')
     return {} if suffix is None else {'suffix': str(suffix)}

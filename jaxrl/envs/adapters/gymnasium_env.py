@@ -16,6 +16,8 @@ from gymnasium import spaces
 from gymnasium.envs.registration import load_env_creator
 
 from jaxrl.envs import reply_parsing
+from jaxrl.envs.env_registry import Info, ResetOptions
+from jaxrl.options import OptionValues
 
 _COLOURS = 'gray red green yellow blue magenta cyan white crimson'.split()
 _COLOURED = re.compile(r'\x1b\[[34](\d)[\d;]*m(.*?)\x1b\[0m', re.DOTALL)
@@ -49,7 +51,7 @@ class GymnasiumEnv:
     self,
     *,
     id: str = '',
-    arguments: Mapping[str, Any] | None = None,
+    arguments: OptionValues | None = None,
     actions: Sequence[str] = (),
     rules: str = '',
     show: str = 'auto',
@@ -86,8 +88,8 @@ class GymnasiumEnv:
     cls(**options)
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Resets the environment."""
     observation, _ = self._env.reset(seed=seed)
     self._observation_text = self._render(observation)
@@ -100,7 +102,7 @@ class GymnasiumEnv:
     )
     return text, {'suffix': self.help}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Plays the action that the reply names."""
     if not self._started:
       raise RuntimeError('call reset before step')
@@ -119,7 +121,7 @@ class GymnasiumEnv:
       self._info(),
     )
 
-  def _info(self) -> dict[str, Any]:
+  def _info(self) -> Info:
     metrics = {'invalid_actions': float(self._num_invalid)}
     return {'suffix': self.help, 'metrics': metrics}
 
@@ -137,7 +139,7 @@ class GymnasiumEnv:
     chosen = max(mentioned, key=lambda name: (_last_mention(text, name), len(name)))
     return int(space.start) + self._action_names.index(chosen)
 
-  def _render(self, observation: Any) -> str:
+  def _render(self, observation: object) -> str:
     if self._renders:
       observation = self._env.render()
     return describe_colors(observation_text(observation)).strip('\n')
@@ -149,7 +151,7 @@ def _last_mention(text: str, name: str) -> int:
   return max((m.end() for m in re.finditer(pattern, text, re.IGNORECASE)), default=0)
 
 
-def _make(id: str, arguments: dict[str, Any], show: str) -> tuple[Any, bool]:
+def _make(id: str, arguments: OptionValues, show: str) -> tuple[Any, bool]:
   """Returns the environment, and whether it is shown by its rendering."""
   if not id:
     raise ValueError("option 'id' must name an environment")
@@ -173,7 +175,7 @@ def _make(id: str, arguments: dict[str, Any], show: str) -> tuple[Any, bool]:
   return env, env.render_mode == 'ansi' and not shows_observation
 
 
-def _action_names(space: Any, actions: Sequence[str], id: str) -> list[str]:
+def _action_names(space: object, actions: Sequence[str], id: str) -> list[str]:
   """Returns the names of a discrete space's actions; none for a text space."""
   if isinstance(space, spaces.Text) and not actions:
     return []
@@ -210,7 +212,7 @@ def describe_colors(text: str) -> str:
   return _COLOURED.sub(named, text)
 
 
-def observation_text(observation: Any) -> str:
+def observation_text(observation: object) -> str:
   """Formats an observation as text, with three significant digits per number.
 
   Args:

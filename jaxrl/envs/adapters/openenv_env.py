@@ -17,7 +17,8 @@ from urllib.parse import urlsplit
 
 from jaxrl.envs import reply_parsing
 from jaxrl.envs.adapters.openenv_server import OpenEnvServer, split_command
-from jaxrl.options import require_package
+from jaxrl.envs.env_registry import Info, ResetOptions
+from jaxrl.options import JsonObject, OptionValues, require_package
 
 MAX_MESSAGE_BYTES = 16 << 20  # of what a server sends
 _SCALARS = ('string', 'integer', 'number', 'boolean')
@@ -71,7 +72,7 @@ class OpenEnvEnv:
     per: Literal['environment', 'process'] = 'environment',
     action_field: str = '',
     observation_field: str = '',
-    arguments: Mapping[str, Any] | None = None,
+    arguments: OptionValues | None = None,
     key_variable: str = '',
     timeout: float = 60.0,
     start_timeout: float = 60.0,
@@ -105,8 +106,8 @@ class OpenEnvEnv:
     self._score = 0.0
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Opens a new session and resets its environment."""
     self._end_session()
     self._num_invalid, self._score = 0, 0.0
@@ -117,7 +118,7 @@ class OpenEnvEnv:
     result = session.call('reset', {**self._arguments, 'seed': seed})
     return self._observe(result), {}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Sends the reply's answer as an action."""
     if self._session is None:
       raise RuntimeError('call reset before step')
@@ -181,7 +182,7 @@ class OpenEnvEnv:
     self._server = server
     return server.url
 
-  def _read_schema(self, schema: Mapping[str, Any]) -> None:
+  def _read_schema(self, schema: Mapping[str, object]) -> None:
     """Decides what an action is. Raises OpenEnvError if there is no `action_field`."""
     fields = schema.get('properties')
     fields = fields if isinstance(fields, Mapping) else {}
@@ -200,7 +201,7 @@ class OpenEnvEnv:
     else:
       self._action_type = 'object'
 
-  def _read_action(self, reply: str) -> tuple[dict[str, Any], str]:
+  def _read_action(self, reply: str) -> tuple[JsonObject, str]:
     """Returns the action of a reply, or what is wrong with it."""
     text = reply_parsing.tagged_answer(reply)
     if len(text) > self._max_chars:
@@ -221,7 +222,7 @@ class OpenEnvEnv:
       return value, ''
     return {self._action_field: value}, ''
 
-  def _observe(self, result: Mapping[str, Any]) -> str:
+  def _observe(self, result: Mapping[str, object]) -> str:
     """Returns the text of an observation. Raises OpenEnvError if it has none."""
     observation = result.get('observation')
     if not isinstance(observation, Mapping):
@@ -239,19 +240,19 @@ class OpenEnvEnv:
       value = texts[0]
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
-  def _info(self, done: bool) -> dict[str, Any]:
+  def _info(self, done: bool) -> Info:
     success = float(done and self._score >= 1)
     metrics = {'score': self._score, 'success': success, 'accuracy': success}
     return {'metrics': {**metrics, 'invalid_actions': float(self._num_invalid)}}
 
 
-def _type_of(field: Any) -> str:
+def _type_of(field: object) -> str:
   """Returns the plain type of a field's schema, '' for any other."""
   kind = field.get('type') if isinstance(field, Mapping) else None
   return kind if kind in _SCALARS else ''
 
 
-def _json_type(value: Any) -> str:
+def _json_type(value: object) -> str:
   if isinstance(value, bool):
     return 'boolean'
   kinds = {int: 'integer', float: 'number', str: 'string', dict: 'object'}
@@ -286,7 +287,7 @@ class _Session:
     """Returns the schema of actions, {} if the server tells none."""
     return _run(self._within(self._schema()))
 
-  def call(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+  def call(self, kind: str, data: Mapping[str, object]) -> Mapping[str, Any]:
     """Sends a message and returns what the answer holds. Raises OpenEnvError."""
     return _run(self._within(self._call(kind, data)))
 
@@ -324,7 +325,7 @@ class _Session:
     schema = _read_object(text).get('action')
     return schema if isinstance(schema, Mapping) else {}
 
-  async def _call(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
+  async def _call(self, kind: str, data: Mapping[str, object]) -> Mapping[str, Any]:
     import aiohttp
 
     await self._socket.send_str(json.dumps({'type': kind, 'data': dict(data)}))
@@ -354,7 +355,7 @@ class _Session:
       await self._client.close()
 
 
-def _read_object(text: str | bytes) -> dict[str, Any]:
+def _read_object(text: str | bytes) -> JsonObject:
   try:
     value = json.loads(text)
   except (ValueError, RecursionError) as error:

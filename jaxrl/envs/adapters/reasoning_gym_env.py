@@ -5,11 +5,11 @@ which the model gives within `<answer>` tags or on its last line.
 """
 
 import importlib
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxrl.envs import reply_parsing
-from jaxrl.options import unknown_name_error
+from jaxrl.envs.env_registry import Info, ResetOptions
+from jaxrl.options import JsonObject, OptionValues, unknown_name_error
 
 ANSWER_HELP = 'Give your answer within <answer> tags.'
 
@@ -53,7 +53,7 @@ class ReasoningGymEnv:
     self,
     *,
     name: str = '',
-    arguments: Mapping[str, Any] | None = None,
+    arguments: OptionValues | None = None,
     threshold: float = 1.0,
     max_chars: int = 10_000,
     unsafe: bool = False,
@@ -64,7 +64,7 @@ class ReasoningGymEnv:
     self._max_chars = max_chars
     self._create = _check_generator(name, self._arguments, unsafe)
     self._generator: Any = None
-    self._entry: dict[str, Any] = {}
+    self._entry: JsonObject = {}
 
   @classmethod
   def check(cls, **options: Any) -> None:
@@ -76,14 +76,14 @@ class ReasoningGymEnv:
     cls(**options)
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Generates the question of `seed`."""
     self._generator = self._create(self._name, **self._arguments, seed=seed, size=1)
     self._entry = self._generator[0]
     return self._entry['question'], {'suffix': ANSWER_HELP}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Scores the reply's answer and ends the episode."""
     if self._generator is None:
       raise RuntimeError('call reset before step')
@@ -105,7 +105,7 @@ class ReasoningGymEnv:
     return message, score, True, False, info
 
 
-def _check_generator(name: str, arguments: Mapping[str, Any], unsafe: bool) -> Any:
+def _check_generator(name: str, arguments: OptionValues, unsafe: bool) -> Any:
   """Returns Reasoning Gym's `create_dataset`; raises ValueError if it would fail."""
   try:
     factory = importlib.import_module('reasoning_gym.factory')

@@ -6,12 +6,12 @@ A game that iterates over sets of words only repeats if PYTHONHASHSEED is set to
 """
 
 import importlib
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.envs import reply_parsing
+from jaxrl.envs.env_registry import Info, ResetOptions
 from jaxrl.envs.isolated_env import IsolatedEnv
-from jaxrl.options import closest_match, require_package
+from jaxrl.options import OptionValues, closest_match, require_package
 
 
 class TextArenaEnv(IsolatedEnv):
@@ -39,7 +39,7 @@ class TextArenaEnv(IsolatedEnv):
     self,
     *,
     id: str = '',
-    arguments: Mapping[str, Any] | None = None,
+    arguments: OptionValues | None = None,
     invalid_reward: float = 0.0,
     max_chars: int = 2000,
   ):
@@ -68,7 +68,7 @@ class TextArenaGame:
     self,
     *,
     id: str,
-    arguments: Mapping[str, Any],
+    arguments: OptionValues,
     invalid_reward: float,
     max_chars: int,
   ):
@@ -87,8 +87,8 @@ class TextArenaGame:
     self._num_invalid = 0
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Creates the game of `seed`."""
     self._num_invalid = 0
     self._package.State(1, seed=seed)  # seeds; some games draw before they do so
@@ -101,7 +101,7 @@ class TextArenaGame:
       ) from error
     return self._new_messages(), {}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Plays the reply's answer."""
     if self._game is None:
       raise RuntimeError('call reset before step')
@@ -129,7 +129,7 @@ class TextArenaGame:
     texts = (text for _, text, kind in messages if kind != kinds.PLAYER_ACTION)
     return '\n'.join(texts)
 
-  def _info(self, reward: float) -> dict[str, Any]:
+  def _info(self, reward: float) -> Info:
     metrics = {'score': reward, 'success': float(reward >= 1)}
     metrics['accuracy'] = metrics['success']
     return {'metrics': {**metrics, 'invalid_actions': float(self._num_invalid)}}

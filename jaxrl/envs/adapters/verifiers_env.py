@@ -13,13 +13,13 @@ import subprocess
 import sys
 import threading
 import weakref
-from collections.abc import Mapping
 from typing import Any, ClassVar
 
 from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.adapters import verifiers_worker
-from jaxrl.envs.agents.agent_env import validate_result
-from jaxrl.options import require_package
+from jaxrl.envs.agents.agent_env import AgentResult, validate_result
+from jaxrl.envs.env_registry import Info, ResetOptions
+from jaxrl.options import OptionValues, require_package
 
 _INSTALL = (
   'python3 -m venv .venv-verifiers && .venv-verifiers/bin/pip install verifiers==0.4.0 '
@@ -66,8 +66,8 @@ class VerifiersEnv:
     *,
     taskset: str = '',
     env: str = '',
-    arguments: Mapping[str, Any] | None = None,
-    select: Mapping[str, Any] | None = None,
+    arguments: OptionValues | None = None,
+    select: OptionValues | None = None,
     python: str = '',
     unsafe: bool = False,
     memory_gib: float = 0.0,
@@ -111,14 +111,14 @@ class VerifiersEnv:
     _check_python(options.get('python', ''))
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Chooses the task of `seed`; loads the taskset if no environment has done so."""
     self._worker = _find_worker(self._python, self._spec)
     self._task = fold_seed(seed, 0) % self._worker.num_tasks
     return '', {}
 
-  def run(self, base_url: str, api_key: str) -> dict[str, Any]:
+  def run(self, base_url: str, api_key: str) -> AgentResult:
     """Plays the episode and blocks until it has its rewards.
 
     Args:
@@ -149,9 +149,7 @@ class VerifiersEnv:
       raise EpisodeError(answer['error'])
     return validate_result(answer['result'])
 
-  def judge(
-    self, agent_result: Mapping[str, Any], reply: str, feedback: float
-  ) -> dict[str, Any]:
+  def judge(self, agent_result: AgentResult, reply: str, feedback: float) -> Info:
     """Computes the episode's reward and info.
 
     Args:

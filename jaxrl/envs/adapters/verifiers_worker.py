@@ -29,6 +29,7 @@ _MAX_GIVEN_CHARS = 2000
 _CHECK_INTERVAL_MS = 100  # between looks at whether an episode's process has ended
 # Harness programs do not inherit variables whose names contain API_KEY.
 _KEY_VARIABLE = 'JAXRL_EPISODE_API_KEY'
+Spec = dict[str, Any]  # the options of `VerifiersEnv` by name
 _NAMESPACES = pathlib.Path(__file__).parents[1] / 'sandbox' / 'namespaces.py'
 
 
@@ -36,7 +37,7 @@ class TasksetError(ValueError):
   """Reports what is wrong with the options, in words for the user."""
 
 
-def load(spec: dict[str, Any]) -> tuple[Any, list[Any]]:
+def load(spec: Spec) -> tuple[Any, list[Any]]:
   """Builds the environment and its tasks.
 
   Args:
@@ -76,7 +77,7 @@ def load(spec: dict[str, Any]) -> tuple[Any, list[Any]]:
   return env, list(tasks)
 
 
-def _module_name(spec: dict[str, Any], option: str) -> str:
+def _module_name(spec: Spec, option: str) -> str:
   """Returns the module of a taskset or environment, which may be given by its path."""
   name = spec[option]
   path = pathlib.Path(name).resolve()
@@ -102,7 +103,7 @@ def _module_name(spec: dict[str, Any], option: str) -> str:
   return module
 
 
-def _check_origin(spec: dict[str, Any], option: str, cls: type) -> None:
+def _check_origin(spec: Spec, option: str, cls: type) -> None:
   name = spec[option]
   if name.endswith('.py') or pathlib.Path(name).is_dir():
     file = getattr(sys.modules[cls.__module__], '__file__', '') or ''
@@ -114,7 +115,7 @@ def _check_origin(spec: dict[str, Any], option: str, cls: type) -> None:
       )
 
 
-def _check_roles(env: Any, spec: dict[str, Any], config: Any, loaders: Any) -> None:
+def _check_roles(env: Any, spec: Spec, config: Any, loaders: Any) -> None:
   harnesses = env.config.agent_harnesses()
   retries = [('retries', env.config.retries)]
   for role, agent in config.agent_config_fields(env.config).items():
@@ -135,7 +136,7 @@ def _check_roles(env: Any, spec: dict[str, Any], config: Any, loaders: Any) -> N
       )
 
 
-async def play(env: Any, task: Any, base_url: str, api_key: str) -> dict[str, Any]:
+async def play(env: Any, task: object, base_url: str, api_key: str) -> dict[str, Any]:
   """Plays one episode.
 
   Args:
@@ -306,7 +307,7 @@ def read_line(connection: socket.socket, limit: int = MAX_REQUEST_BYTES) -> Any:
   return json.loads(data)
 
 
-def write_line(connection: socket.socket, value: Any) -> None:
+def write_line(connection: socket.socket, value: object) -> None:
   """Writes one line of JSON.
 
   Args:

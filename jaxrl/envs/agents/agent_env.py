@@ -12,17 +12,25 @@ from typing import Any, ClassVar, Protocol
 from jaxrl.component_table import Component
 from jaxrl.envs.agents.command_agent import RESULT_KEYS, CommandAgent
 from jaxrl.envs.agents.function_agent import FunctionAgent
-from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
+from jaxrl.envs.env_registry import (
+  MAX_REWARD,
+  Info,
+  ResetOptions,
+  as_real_number,
+  is_valid_reward,
+)
 from jaxrl.envs.graders.answer_marks import final_answer
 from jaxrl.envs.graders.composite import GraderCalls, make_grader
-from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT
+from jaxrl.envs.graders.rule_graders import GENERATION_PROMPT, TaskItem
 from jaxrl.options import require_package, unknown_name_error
+
+AgentResult = dict[str, Any]  # what an agent returned: reward, metrics, given
 
 
 class AgentRunner(Protocol):
   """Protocol: runs an agent."""
 
-  def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+  def __call__(self, task: TaskItem, base_url: str, api_key: str) -> Any:
     """Runs the agent on a task and returns its result, or raises its error."""
     ...
 
@@ -77,7 +85,7 @@ class AgentEnv:
       FunctionAgent(agent) if agent else CommandAgent(_split(command), memory_gib)
     )
     self._grader = make_grader(grader) if grader else None
-    self._task: dict[str, Any] = {}
+    self._task: TaskItem = {}
     self._prompt = ''  # what the chat template writes before a reply
 
   @classmethod
@@ -91,8 +99,8 @@ class AgentEnv:
     cls(**options)
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Stores the task's row; there is no observation."""
     task = (options or {}).get('task')
     if task is None or task.item is None:
@@ -103,7 +111,7 @@ class AgentEnv:
     self._prompt = str((options or {}).get(GENERATION_PROMPT, ''))
     return '', {}
 
-  def run(self, base_url: str, api_key: str) -> dict[str, Any]:
+  def run(self, base_url: str, api_key: str) -> AgentResult:
     """Runs the agent and blocks until it is done.
 
     Args:
@@ -118,9 +126,7 @@ class AgentEnv:
     """
     return validate_result(self._runner(self._task, base_url, api_key))
 
-  def judge(
-    self, agent_result: Mapping[str, Any], reply: str, feedback: float
-  ) -> dict[str, Any]:
+  def judge(self, agent_result: AgentResult, reply: str, feedback: float) -> Info:
     """Computes the episode's reward and info.
 
     Args:
@@ -163,7 +169,7 @@ def _split(command: str) -> list[str]:
   return parts
 
 
-def validate_result(value: Any) -> dict[str, Any]:
+def validate_result(value: object) -> AgentResult:
   """Validates what an agent returned.
 
   Args:

@@ -9,8 +9,10 @@ import signal
 import subprocess
 import tempfile
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
+
+from jaxrl.envs.graders.rule_graders import TaskItem
 
 OUTPUT_TAIL_BYTES = 1 << 16  # bytes kept from the end of stdout and of stderr
 _MAX_FINAL_READS = 64  # of remaining output when the program has ended
@@ -45,7 +47,7 @@ class CommandAgent:
     self._process: subprocess.Popen[bytes] | None = None
     self._killed = False  # nothing more is started
 
-  def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+  def __call__(self, task: TaskItem, base_url: str, api_key: str) -> Any:
     """Runs the program to its end.
 
     Args:

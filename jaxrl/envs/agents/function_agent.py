@@ -3,10 +3,10 @@
 import asyncio
 import contextlib
 import inspect
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.component_table import Component, ComponentTable, component_name
+from jaxrl.envs.graders.rule_graders import TaskItem
 from jaxrl.options import unknown_name_error
 
 AGENTS = ComponentTable[str]('agent', 'env_config.agent')  # all are users' own
@@ -41,7 +41,7 @@ class FunctionAgent:
     if 'client' in self._argument_names:
       _import_openai()
 
-  def __call__(self, task: Mapping[str, Any], base_url: str, api_key: str) -> Any:
+  def __call__(self, task: TaskItem, base_url: str, api_key: str) -> Any:
     """Calls the function.
 
     Args:
@@ -66,7 +66,7 @@ class FunctionAgent:
         arguments['client'] = stack.enter_context(client)
       return self._call(arguments)
 
-  async def _call_async(self, arguments: dict[str, Any]) -> Any:
+  async def _call_async(self, arguments: dict[str, object]) -> Any:
     async with contextlib.AsyncExitStack() as stack:
       if 'client' in self._argument_names:
         openai = _import_openai()
@@ -76,7 +76,7 @@ class FunctionAgent:
         arguments['client'] = await stack.enter_async_context(client)
       return await self._call(arguments)
 
-  def _call(self, arguments: dict[str, Any]) -> Any:
+  def _call(self, arguments: dict[str, object]) -> Any:
     positional = (arguments[name] for name in self._argument_names)
     return self._function(*positional, **self._options)
 

@@ -2,8 +2,8 @@
 
 import json
 import re
-from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar
+from collections.abc import Sequence
+from typing import ClassVar
 
 from jaxrl.envs.coding.code_runner import CaseResult, CodeRunner
 from jaxrl.envs.coding.hidden_tests import (
@@ -11,6 +11,7 @@ from jaxrl.envs.coding.hidden_tests import (
   called_function,
   read_hidden_tests,
 )
+from jaxrl.envs.env_registry import Info, ResetOptions
 from jaxrl.envs.reply_parsing import find_program, last_code_block
 from jaxrl.envs.sandbox.sandbox_api import keep_tail
 
@@ -75,8 +76,8 @@ class CodeEnv:
     self._solution: str | None = None
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str | None, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str | None, Info]:
     """Returns the task's question."""
     task = (options or {}).get('task')
     if task is None or task.item is None:
@@ -107,7 +108,7 @@ class CodeEnv:
       raise ValueError('the solution cannot be put into a block of a reply')
     return reply
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Tests the reply's program and ends the episode."""
     program = find_program(action, called_function(self._cases))
     results = [CaseResult('no code')] * len(self._cases)

@@ -15,6 +15,8 @@ from jaxrl.envs.coding.hidden_tests import HiddenTest
 from jaxrl.envs.sandbox.local_sandbox import PYTHON_PATH, LocalSandbox
 from jaxrl.envs.sandbox.sandbox_api import MIB, SandboxLimits
 
+Report = dict[str, Any]  # what the worker writes about one test
+
 
 @dataclasses.dataclass(frozen=True)
 class CaseResult:
@@ -139,7 +141,7 @@ class CodeRunner:
     return results
 
 
-def _parse_report(line: bytes) -> dict[str, Any] | None:
+def _parse_report(line: bytes) -> Report | None:
   """Parses a line about a test; returns None if the program garbled it."""
   try:
     report = json.loads(line)
@@ -152,7 +154,7 @@ def _parse_report(line: bytes) -> dict[str, Any] | None:
   return report if valid else None
 
 
-def _verdict(case: HiddenTest, report: dict[str, Any]) -> str:
+def _verdict(case: HiddenTest, report: Report) -> str:
   if report['limit'] in ('time', 'output'):
     return report['limit']
   if report['code'] == -signal.SIGXCPU:

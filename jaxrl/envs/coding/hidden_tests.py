@@ -12,6 +12,9 @@ from collections.abc import Mapping, Sequence
 from decimal import Decimal
 from typing import Any
 
+from jaxrl.envs.graders.rule_graders import TaskItem
+from jaxrl.options import JsonObject
+
 _TOLERANCE = 1e-6  # how far apart two decimal numbers may be, relative or absolute
 _ASSERT = re.compile(r'^\s*assert\b', re.MULTILINE)
 _DECIMAL = re.compile(r'[-+]?(?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][-+]?[0-9]{1,3})?')
@@ -30,7 +33,7 @@ class HiddenTest:
     shown: What a program's author may see of the test; '' if nothing.
   """
 
-  request: dict[str, Any]
+  request: JsonObject
   accepted: tuple[Any, ...]
   function: str = ''
   shown: str = ''
@@ -54,7 +57,7 @@ class HiddenTest:
 
 
 def read_hidden_tests(
-  tests: Any, item: Mapping[str, Any] = types.MappingProxyType({})
+  tests: object, item: TaskItem = types.MappingProxyType({})
 ) -> list[HiddenTest]:
   """Parses the tests from a task's data.
 
@@ -108,7 +111,7 @@ def called_function(cases: Sequence[HiddenTest]) -> str:
   return next((case.function for case in cases if case.function), '')
 
 
-def _parse_test(number: int, test: Any, item: Mapping[str, Any]) -> HiddenTest:
+def _parse_test(number: int, test: Any, item: TaskItem) -> HiddenTest:
   if isinstance(test, str):
     return _assertion(number, test, item)
   keys = set(test) if isinstance(test, dict) else set()
@@ -138,7 +141,7 @@ def _parse_test(number: int, test: Any, item: Mapping[str, Any]) -> HiddenTest:
   return _call_test(number, name, test['input'], test['output'])
 
 
-def _parse_columns(tests: dict[str, Any], item: Mapping[str, Any]) -> list[HiddenTest]:
+def _parse_columns(tests: JsonObject, item: TaskItem) -> list[HiddenTest]:
   inputs, outputs = tests.get('inputs'), tests.get('outputs')
   if not isinstance(inputs, list) or not isinstance(outputs, list):
     raise ValueError(f'tests have {sorted(tests)}; they need lists inputs and outputs')
@@ -155,7 +158,7 @@ def _parse_columns(tests: dict[str, Any], item: Mapping[str, Any]) -> list[Hidde
   return [_call_test(number, name, one, other) for number, (one, other) in pairs]
 
 
-def _function_name(source: Mapping[str, Any]) -> str:
+def _function_name(source: TaskItem) -> str:
   """Returns the function that a test, its data or a row names, or ''."""
   for key in ('fn_name', 'func_name', 'entry_point'):
     if isinstance(source.get(key), str) and source[key]:
@@ -172,7 +175,7 @@ def _function_name(source: Mapping[str, Any]) -> str:
   return names[-1] if len(names) == 1 else ''
 
 
-def _call_test(number: int, name: str, arguments: Any, result: Any) -> HiddenTest:
+def _call_test(number: int, name: str, arguments: object, result: Any) -> HiddenTest:
   """Returns a test that calls a function.
 
   Args:
@@ -197,7 +200,7 @@ def _call_test(number: int, name: str, arguments: Any, result: Any) -> HiddenTes
   return HiddenTest({'function': name, 'args': list(arguments)}, accepted, name)
 
 
-def _assertion(number: int, test: str, item: Mapping[str, Any]) -> HiddenTest:
+def _assertion(number: int, test: str, item: TaskItem) -> HiddenTest:
   """Returns a test of Python's `assert` statements, as MBPP has them."""
   imports, setup = item.get('test_imports') or (), item.get('test_setup_code') or ''
   before = [imports] if isinstance(imports, str) else list(imports)
@@ -271,7 +274,7 @@ def _read_value(where: str, text: str) -> Any:
   return text
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   return '\n'.join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -311,7 +314,7 @@ def _same_word(word: str, expected: str) -> bool:
   return _nearly_equal(float(word), float(expected))
 
 
-def values_match(result: Any, expected: Any) -> bool:
+def values_match(result: object, expected: object) -> bool:
   """Compares two JSON values; numbers with a fraction match approximately.
 
   Args:
@@ -334,7 +337,7 @@ def values_match(result: Any, expected: Any) -> bool:
   return result == expected and (numbers or type(result) is type(expected))
 
 
-def _is_number(value: Any) -> bool:
+def _is_number(value: object) -> bool:
   return isinstance(value, int | float) and not isinstance(value, bool)
 
 

@@ -4,9 +4,10 @@ A tile is a background with figures of 8 × 8 cells over it.
 """
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
+
+from jaxrl.envs.env_registry import MessageParts
 
 TILE_SIZE = 32  # pixels of a tile's side
 _CELLS = 8  # of a figure's side
@@ -95,7 +96,7 @@ def make_tile(background: Color, *figures: Figure) -> np.ndarray:
 
 def draw_board(
   rows: Sequence[Sequence[str]], tiles: Mapping[str, np.ndarray]
-) -> list[dict[str, Any]]:
+) -> MessageParts:
   """Draws a board, as an observation.
 
   Args:
@@ -112,7 +113,7 @@ def draw_board(
   return [{'type': 'image', 'image': as_image(pixels)}]
 
 
-def with_text(text: str, observation: Any) -> Any:
+def with_text(text: str, observation: str | MessageParts) -> str | MessageParts:
   """Puts a line of text before an observation.
 
   Args:

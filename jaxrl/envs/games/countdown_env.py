@@ -8,13 +8,13 @@ a parser of our own and computed in fractions; nothing is ever evaluated as Pyth
 import operator
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from fractions import Fraction
-from typing import Any
 
 import numpy as np
 
 from jaxrl.envs import reply_parsing
+from jaxrl.envs.env_registry import Info, ResetOptions
 
 EXPRESSION_HELP = (
   'Answer with one expression within <answer> tags, such as (1 + 2) * 3.'
@@ -87,8 +87,8 @@ class CountdownEnv:
     self._target = self._num_attempts = self._num_invalid = 0
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Draws numbers and a target."""
     self._numbers, self._target, _ = draw_countdown(seed, **self._draw_options)
     self._num_attempts = self._num_invalid = 0
@@ -100,7 +100,7 @@ class CountdownEnv:
     )
     return question, {'suffix': EXPRESSION_HELP}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Evaluates the reply's expression."""
     if not self._numbers:
       raise RuntimeError('call reset before step')
@@ -131,7 +131,7 @@ class CountdownEnv:
       raise ValueError(f'Not used: {unused}.')
     return value
 
-  def _info(self, correct: bool, valid: bool) -> dict[str, Any]:
+  def _info(self, correct: bool, valid: bool) -> Info:
     metrics = {'accuracy': float(correct), 'success': float(correct)}
     metrics |= {'valid': float(valid), 'invalid_actions': float(self._num_invalid)}
     return {'suffix': EXPRESSION_HELP, 'metrics': metrics}

@@ -9,13 +9,12 @@ import functools
 import re
 import zlib
 from collections import deque
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 from gymnasium.envs.toy_text.frozen_lake import FrozenLakeEnv as Lake
 from gymnasium.envs.toy_text.frozen_lake import generate_random_map
 
+from jaxrl.envs.env_registry import Info, MessageParts, Observation, ResetOptions
 from jaxrl.envs.games import board_pictures
 from jaxrl.envs.reply_parsing import tagged_answer
 from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, option_ranges
@@ -71,8 +70,8 @@ class FrozenLakeEnv:
     self._num_invalid = 0
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[Any, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[Observation, Info]:
     """Draws the map of `seed`."""
     self._map = draw_map(seed, **self._map_options)
     self._lake = Lake(desc=self._map, is_slippery=self._slippery)
@@ -80,7 +79,7 @@ class FrozenLakeEnv:
     self._num_invalid = 0
     return self._render(self._map, int(state)), {'suffix': DIRECTION_HELP}
 
-  def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[Observation, float, bool, bool, Info]:
     """Moves the player in the direction that the reply names."""
     if self._lake is None:
       raise RuntimeError('call reset before step')
@@ -102,7 +101,7 @@ class FrozenLakeEnv:
       self._info(float(terminated and reward > 0)),
     )
 
-  def _info(self, success: float) -> dict[str, Any]:
+  def _info(self, success: float) -> Info:
     metrics = {'accuracy': success, 'success': success}
     metrics['invalid_actions'] = float(self._num_invalid)
     return {'suffix': DIRECTION_HELP, 'metrics': metrics}
@@ -159,7 +158,7 @@ def render_map(rows: list[str], state: int) -> str:
   return '\n'.join(' '.join(row) for row in _symbols(rows, state))
 
 
-def draw_picture(rows: list[str], state: int) -> list[dict[str, Any]]:
+def draw_picture(rows: list[str], state: int) -> MessageParts:
   """Draws the map for a model that sees images.
 
   Args:
@@ -271,7 +270,7 @@ def demonstrate(
   noise: float = 0.0,
   haste: float = 0.0,
   max_moves: int = 16,
-) -> list[dict[str, Any]]:
+) -> MessageParts:
   """Plays a guide's episode on the map of `seed` and returns it as messages.
 
   The guide knows the shortest path. The episode ends at the goal, in a hole, or after
@@ -322,7 +321,7 @@ def demonstrations(
   noise: float = 0.0,
   haste: float = 0.0,
   max_moves: int = 16,
-) -> list[dict[str, Any]]:
+) -> MessageParts:
   """Generates rows with the messages of `demonstrate`, as a pure function of `seed`.
 
   Args:

@@ -11,6 +11,7 @@ from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
+from jaxrl.envs.env_registry import Info, MessageParts, ResetOptions
 from jaxrl.envs.reply_parsing import tagged_answer
 
 CARDS = ('J', 'Q', 'K')
@@ -95,8 +96,8 @@ class KuhnPokerEnv:
     self._history = ''
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[Any, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[Any, Info]:
     """Deals the cards; the first player is asked."""
     deal = [int(card) for card in np.random.default_rng(seed).permutation(3)]
     self._cards, self._history = (deal[0], deal[1]), ''
@@ -124,7 +125,7 @@ class KuhnPokerEnv:
     asked = _ASKED[self._history]
     return f'{rules}Your card is {CARDS[self._cards[role]]}. {asked}: pass or bet?'
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Makes the move of a reply."""
     if self._cards is None:
       raise RuntimeError('call reset before step')
@@ -137,7 +138,7 @@ class KuhnPokerEnv:
       info = {'metrics': {key: float(value) for key, value in chances.items()}}
       return '', 0.0, True, False, info
     self._history += move
-    info: dict[str, Any] = {
+    info: Info = {
       'metrics': {'illegal': float(not move)},
       'columns': {'moves': self._history + ('' if move else '?')},
     }
@@ -187,7 +188,7 @@ class EquilibriumPlayer:
   def __init__(self, *, bluff: float = 1 / 3):
     self._strategy = equilibrium(bluff)
 
-  def reply(self, messages: list[dict[str, Any]], *, role: int, seed: int) -> str:
+  def reply(self, messages: MessageParts, *, role: int, seed: int) -> str:
     """Draws the move, from what the last message shows."""
     text = str(messages[-1]['content'])
     card = text[text.rindex('card is ') + len('card is ')]

@@ -6,13 +6,12 @@ how many dots there are.
 """
 
 import zlib
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from jaxrl.data.images import Image, as_image
 from jaxrl.data.seeds import fold_seed
+from jaxrl.envs.env_registry import Info, MessageParts, ResetOptions
 from jaxrl.envs.graders.answer_marks import final_answer
 from jaxrl.envs.graders.answer_matching import answers_match
 from jaxrl.envs.graders.answer_numbers import is_number_like
@@ -65,8 +64,8 @@ class PictureQuizEnv:
     self._answer: int | None = None
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[MessageParts, Info]:
     """Draws the picture of `seed`, and asks one of the questions."""
     picture, answers = draw_picture(seed, **self._options)
     if self._exchanged:
@@ -76,7 +75,7 @@ class PictureQuizEnv:
     self._answer = answers[question]
     return show(picture, QUESTIONS[question]), {}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Rewards a reply whose final answer is the number, and ends the episode."""
     if self._answer is None:
       raise RuntimeError('call reset before step')
@@ -87,7 +86,7 @@ class PictureQuizEnv:
     return '', right, True, False, info
 
 
-def show(picture: Image, question: str) -> list[dict[str, Any]]:
+def show(picture: Image, question: str) -> MessageParts:
   """Returns the parts of a message: a picture, and a question about it.
 
   Args:
@@ -150,7 +149,7 @@ def demonstrations(
   cell_size: int = 16,
   questions: str = 'red,dots',
   haste: float = 0.0,
-) -> list[dict[str, Any]]:
+) -> MessageParts:
   """Generates rows of a guide's answers, as a pure function of `seed`.
 
   Args:

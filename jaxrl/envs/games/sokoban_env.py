@@ -8,11 +8,10 @@ of the room. It answers with a direction: up, down, left or right.
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
+from jaxrl.envs.env_registry import Info, MessageParts, Observation, ResetOptions
 from jaxrl.envs.games import board_pictures
 from jaxrl.envs.games.frozen_lake_env import DIRECTION_HELP, DIRECTIONS, parse_direction
 
@@ -108,15 +107,15 @@ class SokobanEnv:
     self._num_invalid = 0
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[Any, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[Observation, Info]:
     """Draws the room of `seed`."""
     self._room = draw_room(seed, **self._options)
     self._num_invalid = 0
     observation = board_pictures.with_text(self._rules, self._render(self._room))
     return observation, {'suffix': DIRECTION_HELP}
 
-  def step(self, action: str) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[Observation, float, bool, bool, Info]:
     """Moves the player in the direction that the reply names."""
     if self._room is None:
       raise RuntimeError('call reset before step')
@@ -136,7 +135,7 @@ class SokobanEnv:
     observation = board_pictures.with_text(blocked, self._render(self._room))
     return observation, reward, won, False, self._info()
 
-  def _info(self) -> dict[str, Any]:
+  def _info(self) -> Info:
     assert self._room is not None
     success = float(is_solved(self._room))
     metrics = {'accuracy': success, 'success': success}
@@ -295,7 +294,7 @@ def render_room(room: SokobanRoom) -> str:
   return '\n'.join(' '.join(row) for row in _symbols(room))
 
 
-def draw_picture_of_room(room: SokobanRoom) -> list[dict[str, Any]]:
+def draw_picture_of_room(room: SokobanRoom) -> MessageParts:
   """Draws the room for a model that sees images.
 
   Args:

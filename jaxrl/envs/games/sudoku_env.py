@@ -6,12 +6,12 @@ r4c1=2`, or with the whole grid, inside `<answer>` tags or on its last line.
 
 import itertools
 import re
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 
 from jaxrl.envs import reply_parsing
+from jaxrl.envs.env_registry import Info, ResetOptions
 
 MAX_BLANKS = {2: 11, 3: 54}  # by box; beyond these a unique solution gets rare
 _MAX_DRAWS = 50
@@ -77,8 +77,8 @@ class SudokuEnv:
     )
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Draws the puzzle of `seed`."""
     self._puzzle, self._solution = draw_puzzle(seed, box=self._box, blanks=self._blanks)
     self._grid = [list(row) for row in self._puzzle]
@@ -90,7 +90,7 @@ class SudokuEnv:
     )
     return f'{rules}\n{render_grid(self._grid)}', {'suffix': self.help}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Fills in the cells that the reply names."""
     if not self._grid:
       raise RuntimeError('call reset before step')
@@ -126,7 +126,7 @@ class SudokuEnv:
       raise ValueError('That fills no blank.' if cells else 'That names no cell.')
     return grid
 
-  def _info(self) -> dict[str, Any]:
+  def _info(self) -> Info:
     success = float(self._grid == self._solution)
     num_right = sum(
       puzzle_digit == 0 and digit == solution_digit

@@ -7,11 +7,11 @@ a small catalogue of our own. The model answers with `search[words]` or `click[w
 import dataclasses
 import re
 from collections.abc import Mapping
-from typing import Any
 
 import numpy as np
 
 from jaxrl.envs import reply_parsing
+from jaxrl.envs.env_registry import Info, ResetOptions
 from jaxrl.envs.games.web_shop_catalogue import Catalogue, Product, shared_catalogue
 
 ACTION_HELP = 'Answer with one action: search[words] or click[what].'
@@ -90,14 +90,14 @@ class WebShopEnv:
     self._chosen: dict[str, str] = {}
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str, Info]:
     """Draws the goal of `seed`."""
     self._goal = draw_goal(seed, self._shop)
     self._start()
     return f'{self._goal}\n\n{self._show()}', {'suffix': ACTION_HELP}
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Searches, clicks or buys, as the reply says."""
     if self._goal is None:
       raise RuntimeError('call reset before step')
@@ -186,7 +186,7 @@ class WebShopEnv:
     possible = ['search[words]', *(f'click[{name}]' for name in self._clickable())]
     return '\n'.join([*lines, f'Possible: {", ".join(possible)}'])
 
-  def _info(self, reward: float) -> dict[str, Any]:
+  def _info(self, reward: float) -> Info:
     metrics = {'score': reward, 'invalid_actions': float(self._invalid)}
     metrics['accuracy'] = metrics['success'] = float(reward == 1)
     return {'suffix': ACTION_HELP, 'metrics': metrics}

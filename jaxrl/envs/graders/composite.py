@@ -2,7 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Annotated, Any
+from typing import Annotated
 
 from jaxrl.component_table import Component, ComponentTable
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
@@ -15,6 +15,8 @@ from jaxrl.envs.graders.grader_processes import (
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
 from jaxrl.options import (
   POSITIVE,
+  Keywords,
+  OptionValues,
   check_options,
   error_prefix,
   option_ranges,
@@ -35,6 +37,7 @@ GRADERS = ComponentTable(
     'multiple_choice': 'jaxrl.envs.graders.rule_graders:make_multiple_choice_grader',
   },
 )
+GraderTerm = tuple[str, float, str, Keywords]  # name, weight, target, options
 # The type of an option that holds graders; GRADERS says whose options may be calls.
 GraderCalls = Annotated[tuple[Component, ...], GRADERS]
 
@@ -137,7 +140,7 @@ def make_grader(calls: Sequence[Component] | Component) -> Grader:
 
 def grader_terms(
   calls: Sequence[Component] | Component,
-) -> list[tuple[str, float, str, dict[str, Any]]]:
+) -> list[GraderTerm]:
   """Separates the weights of a sum of graders; repeated names are numbered.
 
   Args:
@@ -149,7 +152,7 @@ def grader_terms(
   Raises:
     ValueError: If a weight is not a number.
   """
-  parts: dict[str, tuple[str, float, str, dict[str, Any]]] = {}
+  parts: dict[str, GraderTerm] = {}
   for target, options in GRADERS.calls(calls):
     weight = options.pop('weight', 1.0)
     if isinstance(weight, bool) or not isinstance(weight, int | float):
@@ -164,7 +167,7 @@ def grader_terms(
 
 
 def make_grader_part(
-  target: str, options: Mapping[str, Any], known: Iterable[str] = ()
+  target: str, options: OptionValues, known: Iterable[str] = ()
 ) -> GraderPart:
   """Builds one part by its name, or from a user's own function.
 
@@ -196,7 +199,7 @@ def make_grader_part(
 
 @option_ranges(timeout=POSITIVE)
 def _make_function_part(
-  target: str, options: Mapping[str, Any], *, timeout: float = 5.0
+  target: str, options: OptionValues, *, timeout: float = 5.0
 ) -> GraderPart:
   """Calls a user's own function in a process that can be killed."""
 

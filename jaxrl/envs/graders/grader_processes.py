@@ -13,9 +13,11 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from multiprocessing.connection import Connection
 from typing import Any
+
+from jaxrl.options import JsonObject, OptionValues
 
 START_TIMEOUT_S = 120.0  # for a process to start and to import what a call needs
 MAX_ANSWER_BYTES = 64 << 20  # of one answer; longer ones are errors
@@ -79,7 +81,7 @@ class _Worker:
   def alive(self) -> bool:
     return self._process.poll() is None
 
-  def call(self, request: dict[str, Any]) -> dict[str, Any]:
+  def call(self, request: JsonObject) -> JsonObject:
     target, limit, started = request['target'], request['limit'], False
     try:
       self._pipe.send_bytes(json.dumps(request, default=str).encode())
@@ -127,8 +129,8 @@ class GraderProcessPool:
   def call(
     self,
     target: str,
-    *args: Any,
-    options: Mapping[str, Any] | None = None,
+    *args: object,
+    options: OptionValues | None = None,
     limit: float,
     needs: Sequence[str] = (),
   ) -> Any:

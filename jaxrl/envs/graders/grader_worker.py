@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxrl.envs.env_registry import as_real_number
 from jaxrl.envs.graders.grader_processes import MAX_ANSWER_BYTES
+from jaxrl.options import JsonObject
 from jaxrl.user_code import import_object, user_place
 
 MAX_MEMORY_BYTES = 4 << 30  # bytes of address space
@@ -60,7 +61,7 @@ def serve(pipe: Connection) -> None:
     pipe.send_bytes(answer.encode())
 
 
-def _plain_number(value: Any) -> float:
+def _plain_number(value: object) -> float:
   """Returns a scalar of numpy, JAX or torch as a number, for JSON."""
   number = as_real_number(value)
   if number is None:
@@ -70,14 +71,14 @@ def _plain_number(value: Any) -> float:
   return number
 
 
-def _load(request: dict[str, Any]) -> Callable[..., Any]:
+def _load(request: JsonObject) -> Callable[..., Any]:
   for name in request['needs']:
     importlib.import_module(name)
     logging.getLogger(name).setLevel(logging.ERROR)
   return import_object(request['target'])
 
 
-def _instance(target: str, options: dict[str, Any]) -> Any:
+def _instance(target: str, options: JsonObject) -> Any:
   """Returns an object of a class of graders, which is made once in this process."""
   key = target, json.dumps(options, sort_keys=True)
   if key not in _instances:

@@ -2,13 +2,12 @@
 
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from jaxrl.component_table import Component
 from jaxrl.envs.graders.ifeval_constraints import CONSTRAINTS
 from jaxrl.envs.graders.rule_graders import GraderPart, TaskItem
-from jaxrl.options import check_options, unknown_name_error
+from jaxrl.options import OptionValues, check_options, unknown_name_error
 
 ConstraintCheck = Callable[[str], bool]
 
@@ -63,7 +62,7 @@ def _loose_variants(reply: str) -> list[str]:
   return [reply, *texts[1:], *(text.replace('*', '') for text in [reply, *texts[1:]])]
 
 
-def _item_constraints(item: TaskItem) -> Iterable[tuple[str, dict[str, Any]]]:
+def _item_constraints(item: TaskItem) -> Iterable[tuple[str, OptionValues]]:
   names = item.get('instruction_id_list')
   if not names:
     raise ValueError(
@@ -80,7 +79,7 @@ def _item_constraints(item: TaskItem) -> Iterable[tuple[str, dict[str, Any]]]:
     yield name.rpartition(':')[2], kwargs
 
 
-def _make_check(name: str, options: Mapping[str, Any]) -> ConstraintCheck:
+def _make_check(name: str, options: OptionValues) -> ConstraintCheck:
   """Returns one constraint with its options, validated."""
   where = f"grader 'instructions', {name}"
   if name not in CONSTRAINTS:

@@ -31,7 +31,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from io import FileIO
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 from jaxrl.envs.sandbox import namespaces, process_io, seccomp_filter, workdirs
 from jaxrl.envs.sandbox.sandbox_api import (
@@ -219,7 +219,7 @@ class LocalSandbox:
       raise SandboxError(f'the sandbox could not run {command[0]!r}: {answer["error"]}')
     return ExecResult(answer['code'], out, err, answer['limit'], elapsed)
 
-  def _build_spec(self, command: Sequence[str], seconds: float) -> dict[str, Any]:
+  def _build_spec(self, command: Sequence[str], seconds: float) -> dict[str, object]:
     """Returns what `namespaces.py` needs to know."""
     state, limits, isolation = self._state, self._limits, self._active_isolation
     use_namespaces = isolation != 'none'

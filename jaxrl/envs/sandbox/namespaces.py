@@ -43,10 +43,11 @@ DEVICE_LINKS = {
 USER = 1000  # the user id of the command, inside
 TICK = 0.02  # seconds between checks of the memory
 
+Spec = dict[str, Any]  # what the line from LIFE says
 _libc = ctypes.CDLL(None, use_errno=True)
 
 
-def call_libc(name: str, *arguments: Any) -> None:
+def call_libc(name: str, *arguments: object) -> None:
   """Calls a function of the C library.
 
   Args:
@@ -126,7 +127,7 @@ def clear_path(root: str, path: str) -> None:
       os.unlink(root)
 
 
-def tmp_options(spec: dict[str, Any]) -> str:
+def tmp_options(spec: Spec) -> str:
   """Returns the mount options of /tmp.
 
   Args:
@@ -135,7 +136,7 @@ def tmp_options(spec: dict[str, Any]) -> str:
   return f'mode=1777,size={spec["tmp"]},nr_inodes=16384'
 
 
-def build_root(spec: dict[str, Any]) -> None:
+def build_root(spec: Spec) -> None:
   """Builds the view of files and enters it: nothing of the host but what is named.
 
   Args:
@@ -218,7 +219,7 @@ def leave_session_keyring(keyctl: int) -> None:
     call_libc('syscall', keyctl, JOIN_SESSION_KEYRING, None)
 
 
-def run_in_namespaces(spec: dict[str, Any], life: int, report: int) -> int:
+def run_in_namespaces(spec: Spec, life: int, report: int) -> int:
   """Creates the namespaces and process 1; returns when that has ended.
 
   Args:
@@ -254,7 +255,7 @@ def run_in_namespaces(spec: dict[str, Any], life: int, report: int) -> int:
 
 
 def _first(
-  spec: dict[str, Any],
+  spec: Spec,
   life: int,
   report: int,
   privileged: bool,
@@ -275,7 +276,7 @@ def _first(
   return supervise(spec, life, report)
 
 
-def run_in_bwrap(spec: dict[str, Any], life: int, report: int) -> int:
+def run_in_bwrap(spec: Spec, life: int, report: int) -> int:
   """Becomes bwrap, in which this program is process 1; see `run_as_process_1`.
 
   Root becomes the unused user first, so that bwrap has no privileges outside.
@@ -303,7 +304,7 @@ def run_in_bwrap(spec: dict[str, Any], life: int, report: int) -> int:
   os.execve(spec['bwrap'], [*arguments, str(memory_file(json.dumps(spec)))], {})
 
 
-def stage_sources(spec: dict[str, Any]) -> list[str]:
+def stage_sources(spec: Spec) -> list[str]:
   """Makes what is bound reachable for a user who may not enter the folders above it.
 
   Args:
@@ -323,7 +324,7 @@ def stage_sources(spec: dict[str, Any]) -> list[str]:
   return sources
 
 
-def bwrap_arguments(spec: dict[str, Any], sources: list[str]) -> list[str]:
+def bwrap_arguments(spec: Spec, sources: list[str]) -> list[str]:
   """Returns the options with which bwrap builds what `build_root` builds.
 
   Args:
@@ -370,7 +371,7 @@ def memory_file(text: str) -> int:
   return descriptor
 
 
-def run_as_process_1(spec: dict[str, Any], life: int, report: int) -> int:
+def run_as_process_1(spec: Spec, life: int, report: int) -> int:
   """Runs the command in the namespaces that bwrap has created.
 
   Args:
@@ -389,7 +390,7 @@ def run_as_process_1(spec: dict[str, Any], life: int, report: int) -> int:
   return supervise(spec, life, report)
 
 
-def supervise(spec: dict[str, Any], life: int, report: int) -> int:
+def supervise(spec: Spec, life: int, report: int) -> int:
   """Starts the command and waits for its end, the caller's end, or too much memory.
 
   Args:
@@ -452,7 +453,7 @@ def memory_used() -> int:
   return kilobytes << 10
 
 
-def exec_command(spec: dict[str, Any]) -> None:
+def exec_command(spec: Spec) -> None:
   """Becomes the command, under its limits.
 
   Args:
@@ -489,7 +490,7 @@ def kill_children() -> None:
       return
 
 
-def run_without_namespaces(spec: dict[str, Any], life: int, report: int) -> int:
+def run_without_namespaces(spec: Spec, life: int, report: int) -> int:
   """Runs the command without namespaces.
 
   Args:
@@ -507,7 +508,7 @@ def run_without_namespaces(spec: dict[str, Any], life: int, report: int) -> int:
     kill_children()
 
 
-def report_outcome(report: int, what: dict[str, Any]) -> None:
+def report_outcome(report: int, what: dict[str, object]) -> None:
   """Writes one JSON line to the report.
 
   Args:

@@ -10,7 +10,6 @@ import io
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path, PurePosixPath
-from typing import Any
 
 from jaxrl.envs.sandbox.sandbox_api import Sandbox, SandboxError
 
@@ -32,7 +31,7 @@ class Artifact:
   exclude: tuple[str, ...] = ()
 
 
-def read_artifacts(folder: Path, entries: Any) -> tuple[Artifact, ...]:
+def read_artifacts(folder: Path, entries: object) -> tuple[Artifact, ...]:
   """Reads `artifacts` of task.toml.
 
   Args:

@@ -31,6 +31,7 @@ _VARIABLE = re.compile(r'\$\{([^}:]+)(?::-(.*))?\}')
 # Benchmarks mark their files with such lines, which no agent is to see.
 _CANARY = re.compile(r'(<!--.*canary.*-->|#.*canary.*)', re.IGNORECASE)
 _ROOT = (None, 'root', 0, '0')
+Table = Mapping[str, Any]  # of task.toml
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,7 +113,7 @@ def read_harbor_task(folder: Path) -> HarborTask:
   return HarborTask(read, strategy == 'final')
 
 
-def _read_step(folder: Path, settings: Mapping[str, Any], step: Any) -> HarborSettings:
+def _read_step(folder: Path, settings: Table, step: Any) -> HarborSettings:
   """Reads a step: what it leaves out of `agent` and `verifier` is the task's."""
   agent, tests, environment, solution = (
     _table(folder, settings, name)
@@ -156,9 +157,7 @@ def _read_step(folder: Path, settings: Mapping[str, Any], step: Any) -> HarborSe
   )
 
 
-def _health_check(
-  folder: Path, name: str, table: Mapping[str, Any]
-) -> HealthCheck | None:
+def _health_check(folder: Path, name: str, table: Table) -> HealthCheck | None:
   key = f'{folder}/task.toml: {name}.healthcheck'
   return read_health_check(table.get('healthcheck'), key)
 
@@ -169,14 +168,14 @@ def _read_text(file: Path) -> str:
   return file.read_text()
 
 
-def _table(folder: Path, settings: Mapping[str, Any], name: str) -> Mapping[str, Any]:
+def _table(folder: Path, settings: Table, name: str) -> Table:
   table = settings.get(name, {})
   if not isinstance(table, dict):
     raise ValueError(f'{folder}/task.toml: {name} must be a table')
   return table
 
 
-def _min_reward(folder: Path, step: Mapping[str, Any]) -> Mapping[str, float]:
+def _min_reward(folder: Path, step: Table) -> Mapping[str, float]:
   """Returns the thresholds of a step, by the name of the reward."""
   value = step.get('min_reward', {})
   thresholds = value if isinstance(value, dict) else {'reward': value}
@@ -188,9 +187,9 @@ def _min_reward(folder: Path, step: Mapping[str, Any]) -> Mapping[str, float]:
 
 def _refuse(
   folder: Path,
-  agent: Mapping[str, Any],
-  tests: Mapping[str, Any],
-  environment: Mapping[str, Any],
+  agent: Table,
+  tests: Table,
+  environment: Table,
 ) -> None:
   """Raises ValueError for what is not supported."""
   mode = tests.get('environment_mode')
@@ -220,7 +219,7 @@ def _refuse(
       )
 
 
-def _seconds(folder: Path, name: str, table: Mapping[str, Any]) -> float:
+def _seconds(folder: Path, name: str, table: Table) -> float:
   seconds = table.get('timeout_sec')
   if seconds is None:
     return _DEFAULT_SECONDS
@@ -229,7 +228,7 @@ def _seconds(folder: Path, name: str, table: Mapping[str, Any]) -> float:
   return float(seconds)
 
 
-def _variables(folder: Path, name: str, table: Mapping[str, Any]) -> dict[str, str]:
+def _variables(folder: Path, name: str, table: Table) -> dict[str, str]:
   """Returns environment variables; `${NAME}` stands for one of this process."""
   values = table.get('env', {})
   where = f'{folder}/task.toml: {name}.env'

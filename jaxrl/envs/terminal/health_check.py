@@ -4,7 +4,6 @@ import dataclasses
 import math
 import time
 from collections.abc import Callable
-from typing import Any
 
 from jaxrl.envs.sandbox.sandbox_api import Sandbox
 from jaxrl.envs.terminal.shell_session import describe_exit
@@ -76,7 +75,7 @@ class HealthCheck:
       sleep(self.interval_sec if counts else self.start_interval_sec)
 
 
-def read_health_check(table: Any, key: str) -> HealthCheck | None:
+def read_health_check(table: object, key: str) -> HealthCheck | None:
   """Reads a health check of task.toml.
 
   Args:

@@ -3,9 +3,9 @@
 import json
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
 
 from jaxrl.component_table import Component, ComponentTable
+from jaxrl.envs.env_registry import Info
 from jaxrl.envs.reply_parsing import last_code_block
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox
 
@@ -218,10 +218,10 @@ def truncate_middle(text: str, max_chars: int) -> str:
 def shell_env_step(
   shell: ShellSession,
   action: str,
-  grade: Callable[[], tuple[float, Mapping[str, Any]]],
+  grade: Callable[[], tuple[float, Info]],
   end: Callable[[], None],
   go_on: Callable[[], str] = str,
-) -> tuple[str, float, bool, bool, dict[str, Any]]:
+) -> tuple[str, float, bool, bool, Info]:
   """Implements an environment's step: runs a command, or grades when the agent is done.
 
   Args:

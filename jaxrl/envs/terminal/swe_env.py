@@ -12,11 +12,12 @@ import os
 import secrets
 import shlex
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from jaxrl.component_table import Component
+from jaxrl.envs.env_registry import Info, ResetOptions
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import MIB, ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -100,7 +101,7 @@ class SweEnv:
     repos: str = '',
     sandbox: Component = 'local',
     shell: Component = 'shell',
-    **other_options: Any,
+    **other_options: object,
   ) -> None:
     """Checks the options.
 
@@ -116,8 +117,8 @@ class SweEnv:
     shell_session.make_shell_session(shell)
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str | None, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str | None, Info]:
     """Prepares the task's repository in a new sandbox."""
     self.kill()
     task = (options or {}).get('task')
@@ -176,11 +177,11 @@ class SweEnv:
       self._sandboxes[0].put(self._workdir, str(tree))
     return shell_session.SUBMIT_REPLY
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Runs the reply's command, or grades the repository when the agent is done."""
     return shell_session.shell_env_step(self._shell, action, self._grade, self.kill)
 
-  def _grade(self) -> tuple[float, dict[str, Any]]:
+  def _grade(self) -> tuple[float, Info]:
     instance = self._task
     assert instance is not None
     with workdirs.scratch_workdir() as scratch:

@@ -6,7 +6,6 @@ See https://huggingface.co/datasets/princeton-nlp/SWE-bench_Verified.
 import dataclasses
 import json
 from collections.abc import Mapping
-from typing import Any
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +45,7 @@ class SweTask:
     return tuple(dict.fromkeys(file for file, separator, _ in named if separator))
 
 
-def read_swe_task(row: Mapping[str, Any]) -> SweTask:
+def read_swe_task(row: Mapping[str, object]) -> SweTask:
   """Parses a row of the dataset.
 
   Args:
@@ -77,7 +76,7 @@ def read_swe_task(row: Mapping[str, Any]) -> SweTask:
   return task
 
 
-def _ids(row: Mapping[str, Any], key: str) -> tuple[str, ...]:
+def _ids(row: Mapping[str, object], key: str) -> tuple[str, ...]:
   """Returns test ids, given as a list or as a list's JSON text."""
   ids = row[key]
   if isinstance(ids, str):

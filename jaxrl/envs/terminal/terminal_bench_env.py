@@ -11,9 +11,10 @@ import re
 import tarfile
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 from jaxrl.component_table import Component, as_call
+from jaxrl.envs.env_registry import Info, ResetOptions
 from jaxrl.envs.sandbox import workdirs
 from jaxrl.envs.sandbox.sandbox_api import ExecResult, Sandbox, SandboxError
 from jaxrl.envs.sandbox.sandbox_backends import sandbox_factory
@@ -84,7 +85,7 @@ class TerminalBenchEnv:
     self._task: terminal_bench_tasks.TerminalTask | None = None  # the step at hand
     self._steps_left: list[terminal_bench_tasks.TerminalTask] = []
     self._rewards: list[Mapping[str, float] | None] = []  # of each step so far
-    self._columns: dict[str, Any] = {}  # what is told of the steps so far
+    self._columns: Info = {}  # what is told of the steps so far
     self._sandbox: Sandbox | None = None  # the agent's
     self._test_sandbox: Sandbox | None = None
     self._solution_output = ''  # of a reference solution that did not end with 0
@@ -95,7 +96,7 @@ class TerminalBenchEnv:
     tasks: str = '',
     sandbox: Component = 'local',
     shell: Component = 'shell',
-    **other_options: Any,
+    **other_options: object,
   ) -> None:
     """Checks the options.
 
@@ -109,8 +110,8 @@ class TerminalBenchEnv:
     shell_session.make_shell_session(shell)
 
   def reset(
-    self, *, seed: int, options: Mapping[str, Any] | None = None
-  ) -> tuple[str | None, dict[str, Any]]:
+    self, *, seed: int, options: ResetOptions | None = None
+  ) -> tuple[str | None, Info]:
     """Prepares the task in a new sandbox."""
     self.kill()
     task = (options or {}).get('task')
@@ -253,13 +254,13 @@ class TerminalBenchEnv:
       self._solution_output = f'the reference solution: {output}\nthe tests: '
     return shell_session.SUBMIT_REPLY
 
-  def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+  def step(self, action: str) -> tuple[str, float, bool, bool, Info]:
     """Runs the reply's command, or runs the tests when the agent is done."""
     return shell_session.shell_env_step(
       self._shell, action, self._grade, self.kill, self._begin_next_step
     )
 
-  def _grade(self) -> tuple[float, dict[str, Any]]:
+  def _grade(self) -> tuple[float, Info]:
     task, sandbox = self._task, self._sandbox
     assert task is not None
     if sandbox is None:
@@ -332,8 +333,8 @@ class TerminalBenchEnv:
     return sandbox
 
   def _read_rewards(
-    self, sandbox: Sandbox, result: ExecResult, columns: dict[str, Any]
-  ) -> tuple[float, dict[str, Any]]:
+    self, sandbox: Sandbox, result: ExecResult, columns: Info
+  ) -> tuple[float, Info]:
     """Reads the rewards of the step at hand.
 
     Returns:

@@ -11,10 +11,10 @@ import dataclasses
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from jaxrl.envs.terminal import harbor_artifacts, harbor_tasks
 from jaxrl.envs.terminal.health_check import HealthCheck
+from jaxrl.options import JsonObject
 
 TESTS_DIR = '/tests'  # where a task's tests lie when they run
 SOLUTION_DIR = '/solution'  # where a task's reference solution lies when it runs
@@ -226,7 +226,7 @@ def _validated(task: TerminalTask) -> TerminalTask:
   return task
 
 
-def _load_yaml(file: Path) -> dict[str, Any]:
+def _load_yaml(file: Path) -> JsonObject:
   import yaml  # the other form needs none
 
   settings = yaml.safe_load(file.read_text())

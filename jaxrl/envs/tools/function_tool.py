@@ -7,8 +7,7 @@ import inspect
 import json
 import types
 import typing
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable
 
 from jaxrl.envs.graders.grader_processes import (
   GraderError,
@@ -17,12 +16,13 @@ from jaxrl.envs.graders.grader_processes import (
   shared_grader_pool,
 )
 from jaxrl.envs.tools.tool_api import (
+  ToolArguments,
   ToolError,
   ToolSchema,
   check_arguments,
   tool_schema,
 )
-from jaxrl.options import check_options
+from jaxrl.options import OptionValues, check_options
 from jaxrl.user_code import import_object
 
 _TYPES = {str: 'string', int: 'integer', float: 'number', bool: 'boolean'}
@@ -46,7 +46,7 @@ class FunctionTool:
     ValueError: If the function, its signature or an option is wrong.
   """
 
-  def __init__(self, target: str, options: Mapping[str, Any], *, timeout: float = 10.0):
+  def __init__(self, target: str, options: OptionValues, *, timeout: float = 10.0):
     self._target = target
     self._options = dict(options)
     self._timeout = timeout
@@ -68,7 +68,7 @@ class FunctionTool:
     """Returns the function's schema."""
     return [self._schema]
 
-  def call(self, name: str, arguments: dict[str, Any], *, seconds: float) -> str:
+  def call(self, name: str, arguments: ToolArguments, *, seconds: float) -> str:
     """Calls the function in a separate process."""
     check_arguments(self._schema, arguments)
     limit = min(seconds, self._timeout)
@@ -91,7 +91,7 @@ class FunctionTool:
     pass
 
 
-def function_schema(function: Callable[..., Any], where: str) -> ToolSchema:
+def function_schema(function: Callable[..., object], where: str) -> ToolSchema:
   """Derives the schema of a function.
 
   Args:
@@ -110,7 +110,7 @@ def function_schema(function: Callable[..., Any], where: str) -> ToolSchema:
       f'{where}: it needs a docstring, which tells the model what it does'
     )
   hints = typing.get_type_hints(function)
-  properties: dict[str, Any] = {}
+  properties: dict[str, ToolSchema] = {}
   required: list[str] = []
   for name, parameter in inspect.signature(function).parameters.items():
     if parameter.kind is parameter.KEYWORD_ONLY:
@@ -125,7 +125,7 @@ def function_schema(function: Callable[..., Any], where: str) -> ToolSchema:
   return tool_schema(function.__name__, description, properties, required)
 
 
-def _property(annotation: Any) -> dict[str, Any]:
+def _property(annotation: object) -> ToolSchema:
   """Returns the JSON Schema of an annotation; a missing one allows anything."""
   origin = typing.get_origin(annotation)
   if origin is typing.Literal:

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
-from jaxrl.envs.tools.tool_api import ToolError, ToolSchema
+from jaxrl.envs.tools.tool_api import ToolArguments, ToolError, ToolSchema
 from jaxrl.options import require_package
 
 # Makes the kernel kill the server when its starter dies for whatever reason.
@@ -101,7 +101,7 @@ class McpTools:
       if not self._only or name in self._only
     ]
 
-  def call(self, name: str, arguments: dict[str, Any], *, seconds: float) -> str:
+  def call(self, name: str, arguments: ToolArguments, *, seconds: float) -> str:
     """Calls a tool of the server."""
     server = self._server
     if server is None:
@@ -160,7 +160,7 @@ class McpServer:
     """Returns whether the server can still be called."""
     return self.close.alive and not self._connection.broken
 
-  def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
+  def call(self, name: str, arguments: ToolArguments, seconds: float) -> str:
     """Calls a tool.
 
     Args:
@@ -274,7 +274,7 @@ class McpConnection:
       if not cursor:
         return schemas
 
-  async def call(self, name: str, arguments: dict[str, Any], seconds: float) -> str:
+  async def call(self, name: str, arguments: ToolArguments, seconds: float) -> str:
     """Calls a tool.
 
     Args:

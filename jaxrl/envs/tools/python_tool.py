@@ -3,7 +3,6 @@
 import json
 import secrets
 from pathlib import Path
-from typing import Any
 
 from jaxrl.envs.sandbox.interactive_process import (
   InteractiveProcess,
@@ -14,6 +13,7 @@ from jaxrl.envs.sandbox.local_sandbox import PYTHON_PATH
 from jaxrl.envs.sandbox.sandbox_api import MIB, SandboxError, SandboxLimits
 from jaxrl.envs.tools import python_repl
 from jaxrl.envs.tools.tool_api import (
+  ToolArguments,
   ToolError,
   ToolSchema,
   check_arguments,
@@ -83,7 +83,7 @@ class PythonTool:
       self._started = True
     return [self._schema]
 
-  def call(self, name: str, arguments: dict[str, Any], *, seconds: float) -> str:
+  def call(self, name: str, arguments: ToolArguments, *, seconds: float) -> str:
     """Runs the code."""
     check_arguments(self._schema, arguments)
     limit = min(seconds, self._timeout)

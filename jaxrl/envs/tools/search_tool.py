@@ -8,10 +8,10 @@ import dataclasses
 import functools
 import threading
 from pathlib import Path
-from typing import Any
 
 from jaxrl.data.row_sources import DataError, load_rows
 from jaxrl.envs.tools.tool_api import (
+  ToolArguments,
   ToolError,
   ToolSchema,
   check_arguments,
@@ -203,7 +203,7 @@ class SearchTool:
     shared_index(*self._source)
     return [self._schema]
 
-  def call(self, name: str, arguments: dict[str, Any], *, seconds: float) -> str:
+  def call(self, name: str, arguments: ToolArguments, *, seconds: float) -> str:
     """Searches within milliseconds, since a long query is cut."""
     check_arguments(self._schema, arguments)
     index = shared_index(*self._source)

@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol
 
 # {'type': 'function', 'function': {'name', 'description', 'parameters': JSON Schema}}
 ToolSchema = dict[str, Any]
+ToolArguments = dict[str, Any]  # by name, as the model gave them
 
 # Why a call has no result: it cannot be parsed, names no tool, has wrong arguments,
 # exceeds the number of calls or the time limit, or the tool itself failed.
@@ -47,7 +48,7 @@ class ToolProvider(Protocol):
     """
     ...
 
-  def call(self, name: str, arguments: dict[str, Any], *, seconds: float) -> str:
+  def call(self, name: str, arguments: ToolArguments, *, seconds: float) -> str:
     """Calls a tool.
 
     Args:
@@ -70,7 +71,7 @@ class ToolProvider(Protocol):
 
 
 def tool_schema(
-  name: str, description: str, properties: Mapping[str, Any], required: list[str]
+  name: str, description: str, properties: Mapping[str, object], required: list[str]
 ) -> ToolSchema:
   """Builds the schema of a tool.
 
@@ -102,7 +103,7 @@ _TYPES_BY_NAME: dict[str, tuple[type, ...]] = {
 }
 
 
-def check_arguments(tool: ToolSchema, arguments: Mapping[str, Any]) -> None:
+def check_arguments(tool: ToolSchema, arguments: ToolArguments) -> None:
   """Checks the names and types of a call's arguments against the schema.
 
   Args:
@@ -130,7 +131,7 @@ def check_arguments(tool: ToolSchema, arguments: Mapping[str, Any]) -> None:
       raise ToolError('arguments', f'argument {argument!r} is missing: {signature}')
 
 
-def _fits(value: Any, kind: str) -> bool:
+def _fits(value: object, kind: str) -> bool:
   if isinstance(value, bool):
     return kind == 'boolean'
   return isinstance(value, _TYPES_BY_NAME[kind])

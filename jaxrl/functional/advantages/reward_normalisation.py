@@ -1,6 +1,6 @@
 """Reward normalisation with a choice of mean, standard deviation and clips."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxrl.functional import reductions
 from jaxrl.functional.advantages.group_relative import normalise_in_group
 from jaxrl.functional.components import component
-from jaxrl.types import Advantages, Array
+from jaxrl.types import Advantages, Array, PyTree
 
 Over = Literal['none', 'group', 'batch', 'running']
 
@@ -56,7 +56,7 @@ def normalise(
   mask: Array,
   group_ids: Array,
   episode_ids: Array,
-  state: Any = None,
+  state: PyTree = None,
   *,
   mean: Over = 'group',
   std: Over = 'none',
@@ -110,7 +110,7 @@ def normalise(
   return Advantages(advantages, state=state)
 
 
-def _mean(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Array:
+def _mean(kind: str, returns: Array, over: dict[str, Array], state: PyTree) -> Array:
   if kind == 'running':
     return _running(state)['mean']
   if kind not in over:
@@ -119,7 +119,7 @@ def _mean(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Arra
   return jnp.where((kind == 'group') & (stats.count == 1), 0, stats.mean)
 
 
-def _std(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Array:
+def _std(kind: str, returns: Array, over: dict[str, Array], state: PyTree) -> Array:
   """Computes the standard deviation, `[B]` or a scalar; 0 if all rewards are equal."""
   if kind == 'running':
     moments = _running(state)
@@ -135,7 +135,7 @@ def _std(kind: str, returns: Array, over: dict[str, Array], state: Any) -> Array
   return jnp.where(stats.count == 1, 1, std)
 
 
-def _running(state: Any) -> dict[str, Array]:
+def _running(state: PyTree) -> dict[str, Array]:
   if state is None:
     raise ValueError("'running' statistics need `state`: see init_moments")
   return state

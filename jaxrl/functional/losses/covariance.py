@@ -51,7 +51,7 @@ def clip_cov_fields(
   ratio: float,
   cov_low: float,
   cov_high: float,
-) -> dict[str, Any]:
+) -> dict[str, Array]:
   """Draws the tokens that clip-cov leaves out from the whole optimizer batch.
 
   Args:
@@ -135,7 +135,7 @@ def clip_cov(
 
 def kl_cov_fields(
   logprobs: Array, advantages: Array, mask: Array, *, ratio: float
-) -> dict[str, Any]:
+) -> dict[str, Array]:
   """Finds the tokens that kl-cov penalises in the whole optimizer batch.
 
   Args:

@@ -1,6 +1,6 @@
 """Importance-weighted losses for data that another policy wrote."""
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -203,7 +203,7 @@ def m2po_fields(
   mask: Array,
   *,
   threshold: float,
-) -> dict[str, Any]:
+) -> dict[str, Array]:
   """Computes the batch field `m2po_keep` from the whole optimizer batch.
 
   Args:

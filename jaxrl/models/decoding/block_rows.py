@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models import exact_mode
+from jaxrl.types import AnyArray, PyTree
 from kernels.attention import attend_chunk, chunk_state, visible_keys
 
 
@@ -27,8 +28,8 @@ class BlockRows:
     positions: `[P, N]` int32, of the tokens of each block.
   """
 
-  block_slots: Any
-  positions: Any
+  block_slots: AnyArray
+  positions: AnyArray
 
   @property
   def slots(self) -> jax.Array:
@@ -67,7 +68,7 @@ class BlockRows:
     count, size = self.positions.shape
     heads, dim = q.shape[1:]
 
-    def own(chunk: Any) -> Any:  # None stays None
+    def own(chunk: PyTree) -> PyTree:  # None stays None
       return chunk if chunk is None else chunk.at[self.block_slots].get(mode='clip')
 
     if exact:

@@ -12,8 +12,9 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
+from jaxrl.types import PyTree
 
-Cache = dict[str, tuple[Any, ...]]
+Cache = dict[str, tuple[PyTree, ...]]
 Shard = Callable[..., Callable[..., jax.Array]]
 PREFILL_AXES = ('batch', 'kv_heads', 'position', 'width')
 
@@ -114,7 +115,7 @@ class CacheLayout:
     index = self._index(jnp.arange(len(positions)), positions)
     return array.at[index].set(values.astype(array.dtype), mode='drop')
 
-  def _index(self, slots: jax.Array, positions: Any) -> tuple[Any, ...]:
+  def _index(self, slots: jax.Array, positions: object) -> tuple[Any, ...]:
     """Indexes an array of the cache by slots and positions."""
     parts = {'batch': slots, 'position': positions}
     return tuple(parts.get(name, slice(None)) for name in self.order)

@@ -8,7 +8,7 @@ import jax
 from jaxrl.models import exact_mode, layer_stack, rope
 from jaxrl.models import kv_cache as caches
 from jaxrl.models.kv_cache import Cache
-from jaxrl.types import Params
+from jaxrl.types import Params, PyTree
 from kernels.attention import decode_attention
 from kernels.dispatch import platform_of
 
@@ -21,7 +21,7 @@ def decode(
   positions: jax.Array,
   limit: jax.Array,
   rotations: dict[str, rope.Rotation] | None = None,
-  rows: Any = None,
+  rows: PyTree = None,
 ) -> tuple[jax.Array, Cache]:
   """Computes what `TransformerLM.decode` returns.
 

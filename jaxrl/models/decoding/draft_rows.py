@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models import exact_mode
+from jaxrl.types import AnyArray
 from kernels.attention import decode_attention
 
 
@@ -35,12 +36,12 @@ class DraftRows:
     depth: Scalar int32, the largest of `granted`.
   """
 
-  slots: Any
-  offsets: Any
-  index: Any
-  positions: Any
-  granted: Any
-  depth: Any
+  slots: AnyArray
+  offsets: AnyArray
+  index: AnyArray
+  positions: AnyArray
+  granted: AnyArray
+  depth: AnyArray
 
   @classmethod
   def place(

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.types import Params
+from jaxrl.types import AnyArray, Params, PyTree
 from kernels import block_rounding
 from kernels.block_rounding import BlockFormat
 
@@ -120,7 +120,7 @@ def decode(weights: Params, shapes: Params) -> Params:
     The parameters with float32 kernels in the place of codes.
   """
 
-  def walk(tree: Params, known: Any) -> Params:
+  def walk(tree: Params, known: PyTree) -> Params:
     known = known if isinstance(known, dict) else {}
     if CODES not in tree:
       return {
@@ -146,7 +146,7 @@ def parts(params: Params) -> list[Any]:
   return [x for path, x in leaves if getattr(path[-1], 'key', '') in (CODES, SCALES)]
 
 
-def _as_matrix(kernel: Any, inputs: int, lead: int) -> Any:
+def _as_matrix(kernel: AnyArray, inputs: int, lead: int) -> PyTree:
   """Reshapes `[*lead, *inputs, *outputs]` to `[*lead, inputs, outputs]`."""
   width = math.prod(kernel.shape[lead : lead + inputs])
   return kernel.reshape(*kernel.shape[:lead], width, -1)

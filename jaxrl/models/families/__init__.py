@@ -6,10 +6,8 @@ asked for, as `path/file.py:NAME` or `package.module:NAME`, or `register` that n
 that folders with its `model_type` can be loaded.
 """
 
-from typing import Any
-
 from jaxrl.models.families.family_spec import FamilySpec
-from jaxrl.options import unknown_name_error
+from jaxrl.options import JsonObject, unknown_name_error
 from jaxrl.user_code import import_object
 
 # `model_type` → where its `FamilySpec` is.
@@ -42,7 +40,7 @@ BUILT_IN = {
 ALIASES = {'kimi_k2': 'deepseek_v3'}
 # Models that see or hear, of which only the text model is computed: `model_type` → what
 # `transformers` assumes where their text_config is silent.
-TEXT_MODELS: dict[str, dict[str, Any]] = {
+TEXT_MODELS: dict[str, JsonObject] = {
   'gemma3': {
     'model_type': 'gemma3_text',
     'vocab_size': 262208,

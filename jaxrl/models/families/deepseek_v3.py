@@ -3,11 +3,16 @@
 Also what other families share with it: its attention, and its experts.
 """
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec, StoredAs
+from jaxrl.models.families.family_spec import (
+  ConfigFields,
+  ConfigJson,
+  FamilySpec,
+  StoredAs,
+)
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -47,7 +52,7 @@ _FIXED = {'scoring_func': 'sigmoid', 'topk_method': 'noaux_tc', 'moe_layer_freq'
 
 
 def read_experts(
-  data: Mapping[str, Any],
+  data: ConfigJson,
   where: str,
   *,
   num_experts: int,
@@ -56,7 +61,7 @@ def read_experts(
   groups: tuple[int, int] = (1, 1),
   scaling: float = 1.0,
   first_dense: int = 1,
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Reads the settings of experts, of which some are shared by all tokens.
 
   Args:
@@ -111,7 +116,7 @@ def read_experts(
   }
 
 
-def write_experts(config: 'ModelConfig') -> dict[str, Any]:
+def write_experts(config: 'ModelConfig') -> JsonObject:
   """Returns the settings in config.json that `read_experts` reads."""
   sparse = [layer.num_experts > 0 for layer in config.layer_configs]
   return {
@@ -130,14 +135,14 @@ def write_experts(config: 'ModelConfig') -> dict[str, Any]:
 
 
 def read_latents(
-  data: Mapping[str, Any],
+  data: ConfigJson,
   where: str,
   *,
   q_latent: int,
   plain: int,
   value_dim: int,
   **defaults: Any,
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Reads settings that Llama-style families share, and those of latent attention.
 
   Args:
@@ -175,7 +180,7 @@ def read_latents(
   }
 
 
-def write_latents(config: 'ModelConfig') -> dict[str, Any]:
+def write_latents(config: 'ModelConfig') -> JsonObject:
   """Returns the settings in config.json that `read_latents` reads."""
   written = llama_style.write_settings(config)
   del written['head_dim']  # `transformers` has that of the rotated part
@@ -198,7 +203,7 @@ def expert_options(
   num_groups: int = 1,
   num_top_groups: int = 1,
   tie_embeddings: bool = False,
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Returns the `ModelConfig` fields that a call string sets for a random model.
 
   Args:
@@ -232,7 +237,7 @@ def latent_options(
   rope_dim: int = 16,
   value_dim: int = 16,
   tie_embeddings: bool = False,
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Returns the `ModelConfig` fields that a call string sets for a random model.
 
   Args:
@@ -264,7 +269,7 @@ def latent_options(
   }
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   latents = read_latents(
     data, where, q_latent=1536, plain=128, value_dim=128, max_position=4096
   )
@@ -281,7 +286,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   return latents | experts
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   return write_latents(config) | write_experts(config)
 
 

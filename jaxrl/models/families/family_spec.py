@@ -4,8 +4,13 @@ import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
+from jaxrl.options import JsonObject
 
-def dense_options(*, tie_embeddings: bool = True) -> dict[str, Any]:
+ConfigJson = Mapping[str, Any]  # what a config.json holds
+ConfigFields = dict[str, Any]  # fields of a `ModelConfig`, by name
+
+
+def dense_options(*, tie_embeddings: bool = True) -> ConfigFields:
   """Returns the `ModelConfig` fields that a call string sets for a random dense model.
 
   Args:
@@ -88,9 +93,9 @@ class FamilySpec:
 
   model_type: str
   architecture: str
-  read_config: Callable[[Mapping[str, Any], str], dict[str, Any]]
+  read_config: Callable[[ConfigJson, str], ConfigFields]
   # Any is ModelConfig, which refers to this class.
-  write_config: Callable[[Any], dict[str, Any]]
+  write_config: Callable[[Any], JsonObject]
   top_tensors: Mapping[str, str]
   layer_tensors: Mapping[str, str | StoredAs]
   tower_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
@@ -114,4 +119,4 @@ class FamilySpec:
   gates_attention: bool = False
   sinks: bool = False
   skipped_tensors: Mapping[str, str] = dataclasses.field(default_factory=dict)
-  random_options: Callable[..., dict[str, Any]] = dense_options
+  random_options: Callable[..., ConfigFields] = dense_options

@@ -1,11 +1,11 @@
 """Gemma 2 and 3 (text): norms around attention and MLP, windows, scaled embeddings."""
 
 import dataclasses
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -20,15 +20,15 @@ ACTIVATION = 'hidden_activation', 'gelu_pytorch_tanh'
 
 
 def _read(
-  data: Mapping[str, Any],
+  data: ConfigJson,
   where: str,
   *,
   pattern: int,
   max_position: int,
-  local_rope: Mapping[str, Any],
+  local_rope: ConfigJson,
   qk_norm: bool,
   softcaps: tuple[float | None, float | None],
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Reads what both generations share.
 
   Args:
@@ -79,7 +79,7 @@ def _read(
   }
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   written = llama_style.write_settings(config)
   del written['hidden_act']
   scale = config.query_scale
@@ -94,7 +94,7 @@ def _write(config: 'ModelConfig') -> dict[str, Any]:
   }
 
 
-def _read2(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read2(data: ConfigJson, where: str) -> ConfigFields:
   return _read(
     data,
     where,
@@ -106,7 +106,7 @@ def _read2(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   )
 
 
-def _read3(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read3(data: ConfigJson, where: str) -> ConfigFields:
   if data.get('attn_logit_softcapping'):
     raise ValueError(
       f'{where}: attn_logit_softcapping={data["attn_logit_softcapping"]} is not '
@@ -126,7 +126,7 @@ def _read3(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   )
 
 
-def _write3(config: 'ModelConfig') -> dict[str, Any]:
+def _write3(config: 'ModelConfig') -> JsonObject:
   written = _write(config) | llama_style.write_split_rope(config)
   del written['rope_theta'], written['rope_scaling']  # those of full attention alone
   return written

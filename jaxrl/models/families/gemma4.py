@@ -1,10 +1,10 @@
 """Gemma 4 (text): inputs of each layer's own, shared keys, experts beside an MLP."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import gemma, llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -26,7 +26,7 @@ _ROPE = {  # what `transformers` assumes where config.json has no rotary setting
 }
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   attention = data.get('use_bidirectional_attention')
   if attention and attention != 'vision':  # which text alone does not show
     raise ValueError(
@@ -71,7 +71,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   }
 
 
-def _read_experts(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_experts(data: ConfigJson, where: str) -> ConfigFields:
   """Reads the sizes of the experts; {} if there are none."""
   if not data.get('enable_moe_block'):
     return {}
@@ -83,11 +83,11 @@ def _read_experts(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   return {ours: data[theirs] for ours, theirs in _EXPERTS.items()}
 
 
-def _keys_are_values(data: Mapping[str, Any]) -> bool:
+def _keys_are_values(data: ConfigJson) -> bool:
   return bool(data.get('attention_k_eq_v', False))
 
 
-def _read_full(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_full(data: ConfigJson, where: str) -> ConfigFields:
   """Reads the sizes of layers with full attention."""
   full = {'head_dim': data.get('global_head_dim', 512)}
   if _keys_are_values(data) and data.get('num_global_key_value_heads') is not None:
@@ -105,8 +105,8 @@ def _read_full(data: Mapping[str, Any], where: str) -> dict[str, Any]:
 
 
 def _read_kinds(
-  data: Mapping[str, Any], where: str, kind_fields: dict[str, dict[str, Any]], wide: int
-) -> dict[str, Any]:
+  data: ConfigJson, where: str, kind_fields: dict[str, ConfigFields], wide: int
+) -> ConfigFields:
   """Reads layer kinds; 'shared' layers read the keys of a 'source' layer."""
   fifth = lambda i: llama_style.LAYER_TYPES[(i + 1) % 6 != 0]  # noqa: E731
   types = [
@@ -131,7 +131,7 @@ def _read_kinds(
   return llama_style.layer_kinds(tuple(names), **kinds)
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   written = llama_style.write_settings(config) | llama_style.write_windows(config)
   for name in ('hidden_act', 'rope_theta', 'rope_scaling'):
     del written[name]
@@ -168,7 +168,7 @@ def _write(config: 'ModelConfig') -> dict[str, Any]:
 
 def _random_options(
   *, window: int = 64, per_layer_width: int = 16, tie_embeddings: bool = True
-) -> dict[str, Any]:
+) -> ConfigFields:
   fields = llama_style.windowed_options(window=window, tie_embeddings=tie_embeddings)
   return {**fields, 'query_scale': 1.0, 'per_layer_width': per_layer_width}
 

@@ -1,16 +1,16 @@
 """GLM-4.5 to 4.7 and Air: DeepSeek-V3's experts beside grouped-query attention."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import deepseek_v3, llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   # `transformers` assumes a half where config.json is silent.
   settings = {'partial_rotary_factor': 0.5, **data}
   fields = llama_style.read_settings(
@@ -34,7 +34,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   )
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   return {
     **llama_style.write_settings(config),
     **deepseek_v3.write_experts(config),

@@ -1,16 +1,16 @@
 """GLM-4.7-Flash: DeepSeek-V3's latent attention and experts, of another size."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import deepseek_v3, llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   latents = deepseek_v3.read_latents(
     data,
     where,
@@ -26,7 +26,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   return latents | experts
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   types = ['sparse' if layer.num_experts else 'dense' for layer in config.layer_configs]
   written = deepseek_v3.write_latents(config) | deepseek_v3.write_experts(config)
   return written | {'mlp_layer_types': types}

@@ -1,10 +1,15 @@
 """GPT-OSS: sinks, alternating windows, experts with biases (arXiv 2508.10925)."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec, StoredAs
+from jaxrl.models.families.family_spec import (
+  ConfigFields,
+  ConfigJson,
+  FamilySpec,
+  StoredAs,
+)
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -25,7 +30,7 @@ _ROPE = {  # what `transformers` assumes where config.json has no rotary setting
 _LIMIT = 7.0  # of `kernels.experts.GATINGS`
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   settings = dict(data)
   if not (data.get('rope_parameters') or data.get('rope_scaling')):
     settings['rope_scaling'] = _ROPE
@@ -61,7 +66,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   }
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   rope = dict(config.rope_scaling or {'rope_type': 'default'})
   return {
     **llama_style.write_settings(config),
@@ -83,7 +88,7 @@ def _random_options(
   moe_intermediate_size: int = 128,
   window: int = 64,
   tie_embeddings: bool = False,
-) -> dict[str, Any]:
+) -> ConfigFields:
   kinds = {'full_attention': {}, 'sliding_attention': {'window': window}}
   return {
     'attention_bias': True,

@@ -4,7 +4,8 @@ Each is what its config.json on huggingface.co says of the forward pass.
 """
 
 import pathlib
-from typing import Any
+
+from jaxrl.options import JsonObject
 
 _COMMON = {
   'model_type': 'qwen3',
@@ -20,8 +21,8 @@ _COMMON = {
 
 
 def _qwen3(
-  width: int, layers: int, heads: int, inner: int, *, tied: bool = False, **more: Any
-) -> dict[str, Any]:
+  width: int, layers: int, heads: int, inner: int, *, tied: bool = False, **more: object
+) -> JsonObject:
   return _COMMON | {
     'hidden_size': width,
     'num_hidden_layers': layers,
@@ -49,7 +50,7 @@ _HYBRID = {
 }
 
 
-def _qwen3_vl(text: dict[str, Any], **tower: Any) -> dict[str, Any]:
+def _qwen3_vl(text: JsonObject, **tower: object) -> JsonObject:
   text_settings = {'max_position_embeddings': 262144, 'rope_theta': 5000000}
   sections = {
     'mrope_interleaved': True,
@@ -137,7 +138,7 @@ _GLM = {
 }
 
 # name of the repository → contents of config.json
-KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
+KNOWN_CONFIGS: dict[str, JsonObject] = {
   'Qwen3-0.6B': _qwen3(1024, 28, 16, 3072, tied=True),
   'Qwen3-1.7B': _qwen3(2048, 28, 16, 6144, tied=True),
   'Qwen3-4B': _qwen3(2560, 36, 32, 9728, tied=True),
@@ -477,7 +478,7 @@ KNOWN_CONFIGS: dict[str, dict[str, Any]] = {
 }
 
 
-def find_known_config(folder: str) -> dict[str, Any] | None:
+def find_known_config(folder: str) -> JsonObject | None:
   """Returns the config.json of the model that a folder is named after.
 
   Args:

@@ -5,9 +5,11 @@ the forward pass never reads is metadata and ignored.
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models import rope
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -63,7 +65,7 @@ MLP_TENSORS = {
 
 
 def read_settings(
-  data: Mapping[str, Any],
+  data: ConfigJson,
   where: str,
   *,
   max_position: int,
@@ -76,7 +78,7 @@ def read_settings(
   partial_rotary: bool = False,
   has_windows: bool = False,
   longrope: bool = False,
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Reads the settings that Llama-style families share.
 
   Args:
@@ -117,7 +119,7 @@ def read_settings(
       )
   if not has_windows:
     refuse_sliding_window(data, where)
-  sizes: dict[str, Any] = {ours: data[theirs] for ours, theirs in SIZES.items()}
+  sizes: dict[str, int] = {ours: data[theirs] for ours, theirs in SIZES.items()}
   num_heads: int = sizes['num_heads']
   hidden_size: int = sizes['hidden_size']
   default_head_dim = hidden_size // num_heads if head_dim is None else head_dim
@@ -134,7 +136,7 @@ def read_settings(
   }
 
 
-def write_settings(config: 'ModelConfig') -> dict[str, Any]:
+def write_settings(config: 'ModelConfig') -> JsonObject:
   """Returns the settings in config.json that Llama-style families share."""
   return {
     **{theirs: getattr(config, ours) for ours, theirs in SIZES.items()},
@@ -149,7 +151,7 @@ def write_settings(config: 'ModelConfig') -> dict[str, Any]:
   }
 
 
-def refuse_sliding_window(data: Mapping[str, Any], where: str) -> None:
+def refuse_sliding_window(data: ConfigJson, where: str) -> None:
   """Raises ValueError if a config.json asks for sliding-window attention."""
   layer_types = set(data.get('layer_types') or ['full_attention'])
   windowed = layer_types != {'full_attention'}
@@ -169,7 +171,7 @@ LAYER_TYPES = ('full_attention', 'sliding_attention')
 
 
 def read_layer_types(
-  data: Mapping[str, Any],
+  data: ConfigJson,
   where: str,
   default: Callable[[int], str],
   known: tuple[str, ...] = LAYER_TYPES,
@@ -203,7 +205,7 @@ def read_layer_types(
   return types
 
 
-def read_window(data: Mapping[str, Any], where: str, default: int | None) -> int:
+def read_window(data: ConfigJson, where: str, default: int | None) -> int:
   """Reads how many keys a query of a windowed layer sees.
 
   Args:
@@ -225,9 +227,7 @@ def read_window(data: Mapping[str, Any], where: str, default: int | None) -> int
   return window
 
 
-def layer_kinds(
-  types: tuple[str, ...], **kinds: Mapping[str, Any]
-) -> dict[str, tuple[Any, ...]]:
+def layer_kinds(types: tuple[str, ...], **kinds: ConfigFields) -> ConfigFields:
   """Returns the fields of `ModelConfig` for layers of several kinds.
 
   Args:
@@ -239,15 +239,13 @@ def layer_kinds(
   return {'layer_types': types, 'layer_kinds': tuple(kind_fields)}
 
 
-def write_windows(config: 'ModelConfig') -> dict[str, Any]:
+def write_windows(config: 'ModelConfig') -> JsonObject:
   """Returns the settings in config.json for layers some of which have windows."""
   window = max(layer.window for layer in config.layer_configs)
   return {'layer_types': list(config.layer_types), 'sliding_window': window or None}
 
 
-def windowed_options(
-  *, window: int = 64, tie_embeddings: bool = True
-) -> dict[str, Any]:
+def windowed_options(*, window: int = 64, tie_embeddings: bool = True) -> ConfigFields:
   """Returns the `ModelConfig` fields that a call string sets for a random model.
 
   Every fourth layer attends to all tokens, the others within a window.
@@ -262,8 +260,8 @@ def windowed_options(
 
 
 def split_rope(
-  data: Mapping[str, Any], where: str, *, theta: float, local: tuple[str, float | None]
-) -> tuple[dict[str, Any], dict[str, Any]]:
+  data: ConfigJson, where: str, *, theta: float, local: tuple[str, float | None]
+) -> tuple[JsonObject, ConfigFields]:
   """Reads rotary settings that differ between full attention and windows.
 
   Args:
@@ -298,7 +296,7 @@ def split_rope(
   return settings, read_rope({'rope_parameters': windowed}, where)
 
 
-def write_split_rope(config: 'ModelConfig') -> dict[str, Any]:
+def write_split_rope(config: 'ModelConfig') -> JsonObject:
   """Returns the rotary settings in config.json of each type of layer."""
   rope_parameters = {}
   for name, layer in zip(config.layer_types, config.layer_configs, strict=True):
@@ -307,21 +305,19 @@ def write_split_rope(config: 'ModelConfig') -> dict[str, Any]:
   return {'rope_parameters': rope_parameters}
 
 
-def differing(
-  kind_fields: Mapping[str, Any], fields: Mapping[str, Any]
-) -> dict[str, Any]:
+def differing(kind_fields: ConfigJson, fields: ConfigFields) -> ConfigFields:
   """Returns those of a kind's own fields that are not the whole model's anyway."""
   return {name: value for name, value in kind_fields.items() if fields[name] != value}
 
 
 def read_rope(
-  data: Mapping[str, Any],
+  data: ConfigJson,
   where: str,
   *,
   theta: float = ROPE_THETA,
   partial: bool = False,
   longrope: bool = False,
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Reads the rotary base and scaling, from the old keys or from `rope_parameters`.
 
   Args:
@@ -357,7 +353,7 @@ def read_rope(
   return fields | ({'rope_fraction': fraction} if partial else {})
 
 
-def read_scaling(settings: Mapping[str, Any], where: str) -> tuple | None:
+def read_scaling(settings: ConfigJson, where: str) -> tuple | None:
   """Reads the settings of a rotary scaling.
 
   Args:

@@ -1,10 +1,10 @@
 """Ministral 3, whose queries grow with their positions beside YaRN."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -24,7 +24,7 @@ _ROPE = {
 }
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   settings = dict(data.get('rope_parameters') or data.get('rope_scaling') or _ROPE)
   settings.pop('max_position_embeddings', None)  # again the one outside
   growth = settings.pop('llama_4_scaling_beta', None)
@@ -53,7 +53,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   }
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   written = llama_style.write_settings(config)
   theta, scaling = written.pop('rope_theta'), written.pop('rope_scaling')
   rope = {'rope_type': 'default', **(scaling or {}), 'rope_theta': theta}

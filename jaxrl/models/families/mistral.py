@@ -1,16 +1,16 @@
 """Mistral (7B, Nemo, Small 3) and Ministral 8B, where a window may bound attention."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   fields = llama_style.read_settings(
     data, where, max_position=4096 * 32, num_kv_heads=8, has_windows=True
   )
@@ -23,11 +23,11 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   return fields | {'attention_bias': False, 'qk_norm': False, 'window': window}
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   return llama_style.write_settings(config) | {'sliding_window': config.window or None}
 
 
-def _read_ministral(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_ministral(data: ConfigJson, where: str) -> ConfigFields:
   fields = llama_style.read_settings(
     data, where, max_position=4096 * 32, num_kv_heads=8, has_windows=True
   )
@@ -42,11 +42,11 @@ def _read_ministral(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   )
 
 
-def _write_ministral(config: 'ModelConfig') -> dict[str, Any]:
+def _write_ministral(config: 'ModelConfig') -> JsonObject:
   return llama_style.write_settings(config) | llama_style.write_windows(config)
 
 
-def _random_options(*, window: int = 0, tie_embeddings: bool = True) -> dict[str, Any]:
+def _random_options(*, window: int = 0, tie_embeddings: bool = True) -> ConfigFields:
   return {'window': window, 'tie_embeddings': tie_embeddings}
 
 

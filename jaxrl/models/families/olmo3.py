@@ -1,16 +1,16 @@
 """OLMo 3: norms after attention and MLP, and over all heads of query and key."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   settings, local_rope = llama_style.split_rope(
     data, where, theta=500000.0, local=('', None)
   )
@@ -30,7 +30,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   )
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   return {
     **llama_style.write_settings(config),
     **llama_style.write_windows(config),

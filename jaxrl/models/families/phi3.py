@@ -4,11 +4,11 @@ Of LongRoPE, only the factors for sequences of up to `original_max_position_embe
 tokens are computed, so that is the longest sequence of such a model.
 """
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -19,7 +19,7 @@ _QKV = f'{_LAYER}self_attn.qkv_proj.weight'
 _GATE_UP = f'{_LAYER}mlp.gate_up_proj.weight'
 
 
-def _with_longrope(data: Mapping[str, Any]) -> Mapping[str, Any]:
+def _with_longrope(data: ConfigJson) -> ConfigJson:
   """Returns the config with all settings of the RoPE scaling in its section."""
   name = 'rope_parameters' if data.get('rope_parameters') else 'rope_scaling'
   settings = dict(data.get(name) or {})
@@ -35,7 +35,7 @@ def _with_longrope(data: Mapping[str, Any]) -> Mapping[str, Any]:
   return {**data, name: settings}
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   fields = llama_style.read_settings(
     _with_longrope(data),
     where,
@@ -69,7 +69,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   }
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   written = llama_style.write_settings(config)
   if scaling := dict(config.rope_scaling or ()):
     written['original_max_position_embeddings'] = config.max_position

@@ -1,16 +1,16 @@
 """Qwen3, dense: RMS norms over each head of query and key (arXiv 2505.09388)."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   fields = llama_style.read_settings(
     data, where, max_position=32768, num_kv_heads=32, head_dim=128
   )
@@ -18,7 +18,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   return fields | {'attention_bias': bias, 'qk_norm': True}
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   return llama_style.write_settings(config) | {
     'attention_bias': config.attention_bias,
     'use_sliding_window': False,

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.models.families import qwen3_next, qwen3_vl
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -24,7 +25,7 @@ def _random_options(
   patch_size: int = 8,
   min_pixels: int = 256,
   max_pixels: int = 65536,
-) -> dict[str, Any]:
+) -> ConfigFields:
   return qwen3_vl.random_options(
     tie_embeddings=tie_embeddings,
     rope_sections=rope_sections,
@@ -43,7 +44,7 @@ def _random_options(
 def _with_tower(text: FamilySpec, model_type: str, architecture: str) -> FamilySpec:
   """Returns the family of a text model with a vision tower."""
 
-  def read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+  def read(data: ConfigJson, where: str) -> ConfigFields:
     text_config = data.get('text_config')
     if not isinstance(text_config, Mapping):
       raise ValueError(f'{where}: model_type {model_type!r} needs a text_config')
@@ -57,7 +58,7 @@ def _with_tower(text: FamilySpec, model_type: str, architecture: str) -> FamilyS
       'vision': vision,
     }
 
-  def write(config: 'ModelConfig') -> dict[str, Any]:
+  def write(config: 'ModelConfig') -> JsonObject:
     text_config = text.write_config(config)
     scaling = text_config.get('rope_scaling') or {'rope_type': 'default'}
     vision_settings = qwen3_vl.write_vision(config)
@@ -74,7 +75,7 @@ def _with_tower(text: FamilySpec, model_type: str, architecture: str) -> FamilyS
     }
 
   @functools.wraps(_random_options)  # whose signature call strings read
-  def random(**options: Any) -> dict[str, Any]:
+  def random(**options: Any) -> ConfigFields:
     return text.random_options() | _random_options(**options)
 
   kept = {name: what for name, what in text.skipped_tensors.items() if 'mtp' in name}

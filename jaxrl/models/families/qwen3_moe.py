@@ -1,10 +1,10 @@
 """Qwen3-MoE: Qwen3 with experts in its feed-forward layers (arXiv 2505.09388)."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -19,7 +19,7 @@ def _random_options(
   moe_intermediate_size: int = 128,
   norm_topk_prob: bool = True,
   tie_embeddings: bool = True,
-) -> dict[str, Any]:
+) -> ConfigFields:
   return {
     'num_experts': num_experts,
     'num_experts_per_token': num_experts_per_token,
@@ -29,7 +29,7 @@ def _random_options(
   }
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   fields = llama_style.read_settings(data, where, max_position=32768, num_kv_heads=4)
   dense_layers = data.get('mlp_only_layers') or []
   sparse_step = data.get('decoder_sparse_step', 1)
@@ -49,7 +49,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   }
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   return llama_style.write_settings(config) | {
     'attention_bias': config.attention_bias,
     'use_sliding_window': False,

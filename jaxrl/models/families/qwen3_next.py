@@ -1,11 +1,16 @@
 """Qwen3-Next and Qwen3.5 (text): gated DeltaNet layers and gated attention."""
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec, StoredAs
+from jaxrl.models.families.family_spec import (
+  ConfigFields,
+  ConfigJson,
+  FamilySpec,
+  StoredAs,
+)
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -32,12 +37,12 @@ _MROPE = ('mrope_section', 'mrope_interleaved')  # of images; text has one posit
 
 
 def _read(
-  data: Mapping[str, Any],
+  data: ConfigJson,
   where: str,
   *,
   num_kv_heads: int,
   experts: tuple[int, int] = (0, 0),
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Reads config.json.
 
   `experts` holds its defaults: the number of experts, and the number per token.
@@ -79,7 +84,7 @@ def _read(
   return fields | _kinds(types)
 
 
-def _kinds(types: tuple[str, ...]) -> dict[str, Any]:
+def _kinds(types: tuple[str, ...]) -> ConfigFields:
   """Returns the config fields for layers of the kinds `types`."""
   linear = {'linear_attention': True, 'use_rope': False}
   dense = {'num_experts': 0, 'shared_expert_size': 0}
@@ -92,7 +97,7 @@ def _kinds(types: tuple[str, ...]) -> dict[str, Any]:
   return llama_style.layer_kinds(types, **kinds)
 
 
-def _read_next(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_next(data: ConfigJson, where: str) -> ConfigFields:
   fields = _read(data, where, num_kv_heads=2, experts=(512, 10))
   dense_layers = data.get('mlp_only_layers') or []
   sparse_step = data.get('decoder_sparse_step', 1)
@@ -103,7 +108,7 @@ def _read_next(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   return fields | _kinds(tuple(types))
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   settings = llama_style.write_settings(config) | {
     'partial_rotary_factor': config.rope_fraction,
     'attention_bias': config.attention_bias,
@@ -121,7 +126,7 @@ def _write(config: 'ModelConfig') -> dict[str, Any]:
   return settings
 
 
-def _write_next(config: 'ModelConfig') -> dict[str, Any]:
+def _write_next(config: 'ModelConfig') -> JsonObject:
   dense = (i for i, kind in enumerate(config.layer_types) if kind.endswith(DENSE))
   return _write(config) | {
     'norm_topk_prob': config.norm_topk_prob,
@@ -130,13 +135,13 @@ def _write_next(config: 'ModelConfig') -> dict[str, Any]:
   }
 
 
-def _write_moe(config: 'ModelConfig') -> dict[str, Any]:
+def _write_moe(config: 'ModelConfig') -> JsonObject:
   settings = _write(config)
   del settings['intermediate_size']  # no layer is dense
   return settings
 
 
-def _read_moe(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read_moe(data: ConfigJson, where: str) -> ConfigFields:
   if not data.get('norm_topk_prob', True):
     raise ValueError(f'{where}: norm_topk_prob=False is not supported, only True')
   width = data.get('moe_intermediate_size', 512)  # no layer is dense
@@ -153,7 +158,7 @@ def _random_options(
   conv_width: int = 4,
   rope_fraction: float = 0.25,
   tie_embeddings: bool = True,
-) -> dict[str, Any]:
+) -> ConfigFields:
   return {
     'linear_key_heads': linear_key_heads,
     'linear_value_heads': linear_value_heads,
@@ -179,7 +184,7 @@ def _random_moe_options(
   conv_width: int = 4,
   rope_fraction: float = 0.25,
   tie_embeddings: bool = True,
-) -> dict[str, Any]:
+) -> ConfigFields:
   return {
     'num_experts': num_experts,
     'num_experts_per_token': num_experts_per_token,

@@ -5,7 +5,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import (
+  ConfigFields,
+  ConfigJson,
+  FamilySpec,
+  StoredAs,
+)
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig, VisionConfig
@@ -32,7 +38,7 @@ _TOKENS = {
 
 
 def read_vision(
-  data: Mapping[str, Any],
+  data: ConfigJson,
   where: str,
   hidden_size: int,
   deepstack: tuple[int, ...] = (8, 16, 24),
@@ -78,7 +84,7 @@ def read_vision(
     raise ValueError(f'{where}: {error}') from error
 
 
-def write_vision(config: 'ModelConfig') -> dict[str, Any]:
+def write_vision(config: 'ModelConfig') -> JsonObject:
   """Returns the tower's settings as config.json has them."""
   vision = config.vision
   assert vision is not None  # every model of such a family has one
@@ -95,8 +101,8 @@ def write_vision(config: 'ModelConfig') -> dict[str, Any]:
 
 
 def split_sections(
-  text: Mapping[str, Any], where: str, default: tuple[int, ...]
-) -> tuple[dict[str, Any], tuple[int, ...]]:
+  text: ConfigJson, where: str, default: tuple[int, ...]
+) -> tuple[JsonObject, tuple[int, ...]]:
   """Reads which frequencies turn by time, row and column.
 
   Args:
@@ -117,12 +123,12 @@ def split_sections(
   return {**text, key: rope}, tuple(rope.pop('mrope_section', default))
 
 
-def write_sections(config: 'ModelConfig') -> dict[str, Any]:
+def write_sections(config: 'ModelConfig') -> JsonObject:
   """Returns what config.json says of the frequencies of time, row and column."""
   return {'mrope_interleaved': True, 'mrope_section': list(config.rope_sections)}
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   text = data.get('text_config')
   if not isinstance(text, Mapping):
     raise ValueError(f'{where}: text_config must be given')
@@ -144,7 +150,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   }
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   text = llama_style.write_settings(config)
   scaling = text['rope_scaling'] or {'rope_type': 'default'}
   return {
@@ -172,7 +178,7 @@ def random_options(
   patch_size: int = 8,
   min_pixels: int = 256,
   max_pixels: int = 65536,
-) -> dict[str, Any]:
+) -> ConfigFields:
   """Returns the `ModelConfig` fields that a call string sets for a random model.
 
   Args:
@@ -241,7 +247,9 @@ TOWER_TENSORS = {
 }
 
 
-def within_language_model(tensors: Mapping[str, Any]) -> dict[str, Any]:
+def within_language_model(
+  tensors: Mapping[str, str | StoredAs],
+) -> dict[str, Any]:
   """Returns names of tensors as checkpoints that see images have them.
 
   Args:

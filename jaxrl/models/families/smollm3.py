@@ -1,10 +1,10 @@
 """SmolLM3, in which every fourth layer has no rotary positions (arXiv 2501.18795)."""
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from jaxrl.models.families import llama_style
-from jaxrl.models.families.family_spec import FamilySpec
+from jaxrl.models.families.family_spec import ConfigFields, ConfigJson, FamilySpec
+from jaxrl.options import JsonObject
 
 if TYPE_CHECKING:
   from jaxrl.models.model_config import ModelConfig
@@ -14,7 +14,7 @@ _ROTARY, _BARE = 'rotary', 'no_rope'  # our names of its kinds of layers
 _INTERVAL = 4
 
 
-def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
+def _read(data: ConfigJson, where: str) -> ConfigFields:
   fields = llama_style.read_settings(
     data,
     where,
@@ -39,7 +39,7 @@ def _read(data: Mapping[str, Any], where: str) -> dict[str, Any]:
   return fields | {'attention_bias': bias, 'qk_norm': False} | kinds
 
 
-def _write(config: 'ModelConfig') -> dict[str, Any]:
+def _write(config: 'ModelConfig') -> JsonObject:
   return llama_style.write_settings(config) | {
     'attention_bias': config.attention_bias,
     'use_sliding_window': False,
@@ -49,7 +49,7 @@ def _write(config: 'ModelConfig') -> dict[str, Any]:
   }
 
 
-def _random_options(*, tie_embeddings: bool = True) -> dict[str, Any]:
+def _random_options(*, tie_embeddings: bool = True) -> ConfigFields:
   types = (*(_ROTARY,) * (_INTERVAL - 1), _BARE)
   kinds = llama_style.layer_kinds(types, **{_ROTARY: {}, _BARE: {'use_rope': False}})
   return {'tie_embeddings': tie_embeddings, **kinds}

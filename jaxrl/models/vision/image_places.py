@@ -9,7 +9,6 @@ import dataclasses
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ import numpy as np
 from jaxrl.models import rope
 from jaxrl.models.model_config import ModelConfig, VisionConfig
 from jaxrl.models.vision.patch_processor import Grid, PatchProcessor, Pixels
-from jaxrl.types import Params
+from jaxrl.types import AnyArray, Params
 
 
 @jax.tree_util.register_dataclass
@@ -31,8 +30,8 @@ class ImagePlaces:
     positions: `[B, T, 3]` int32, in time, row and column; equal for text.
   """
 
-  features: Any
-  positions: Any
+  features: AnyArray
+  positions: AnyArray
 
   def rotations(self, config: ModelConfig) -> dict[str, rope.Rotation]:
     """Computes the rotations of all layers; see `rope.rotations`.
@@ -91,11 +90,11 @@ class PatchRows:
     grid_weights: `[R, L, 4]` float32, the share of each.
   """
 
-  patches: Any
-  image_ids: Any
-  places: Any
-  grid_index: Any
-  grid_weights: Any
+  patches: AnyArray
+  image_ids: AnyArray
+  places: AnyArray
+  grid_index: AnyArray
+  grid_weights: AnyArray
 
 
 class PlacementError(ValueError):

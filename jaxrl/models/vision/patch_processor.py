@@ -6,12 +6,13 @@ what `transformers.Qwen2VLImageProcessorPil` computes.
 
 import dataclasses
 import math
-from collections.abc import Mapping
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from jaxrl.models.model_config import VisionConfig
+from jaxrl.options import JsonObject
+from jaxrl.types import Pixels
 
 MAX_ASPECT = 200  # of the longer side to the shorter
 Grid = tuple[int, int, int]  # frames, rows and columns of patches
@@ -24,29 +25,6 @@ FIXED_SETTINGS = {
   'resample': 3,
   'rescale_factor': 1 / 255,
 }
-
-
-class Pixels(Protocol):
-  """An image, such as `jaxrl.data.images.Image`."""
-
-  @property
-  def digest(self) -> str:
-    """Returns a name of its contents."""
-    ...
-
-  @property
-  def width(self) -> int:
-    """Returns the pixels of a row."""
-    ...
-
-  @property
-  def height(self) -> int:
-    """Returns the pixels of a column."""
-    ...
-
-  def array(self) -> np.ndarray:
-    """Returns the pixels, uint8 `[H, W, 3]`."""
-    ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,9 +157,7 @@ def resized(
   return rows, columns
 
 
-def read_settings(
-  vision: VisionConfig, data: Mapping[str, Any], where: str
-) -> VisionConfig:
+def read_settings(vision: VisionConfig, data: JsonObject, where: str) -> VisionConfig:
   """Returns a tower's config with the settings of a preprocessor_config.json.
 
   Args:
@@ -213,7 +189,7 @@ def read_settings(
   )
 
 
-def write_settings(vision: VisionConfig) -> dict[str, Any]:
+def write_settings(vision: VisionConfig) -> JsonObject:
   """Returns the contents of a preprocessor_config.json.
 
   Args:

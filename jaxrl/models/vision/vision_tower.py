@@ -17,7 +17,7 @@ from jaxrl.models import initializers, remat, rope
 from jaxrl.models.layers import Linear
 from jaxrl.models.model_config import Lora, ModelConfig
 from jaxrl.models.vision.image_places import PatchRows
-from jaxrl.types import Params
+from jaxrl.types import Params, PyTree
 
 EPS = 1e-6  # of the norms
 ROPE_THETA = 10000.0
@@ -264,7 +264,7 @@ def features(
   x = constrain(x, 'batch', None, None)
   rotation, graph = _rotation(config, rows.places), _definition(TowerLayer, config)[0]
 
-  def step(x: jax.Array, weights: Params) -> tuple[jax.Array, Any]:
+  def step(x: jax.Array, weights: Params) -> tuple[jax.Array, PyTree]:
     x = nnx.merge(graph, weights)(x, rows.image_ids, rotation)
     return constrain(x, 'batch', None, None), None
 

@@ -15,7 +15,14 @@ from typing import Any
 import numpy as np
 
 from jaxrl import spans
-from jaxrl.types import Completion, Params, PromptTooLongError, SamplingParams
+from jaxrl.types import (
+  AnyArray,
+  Completion,
+  Params,
+  Pixels,
+  PromptTooLongError,
+  SamplingParams,
+)
 
 # Tokens of context decoded beyond the longest stop string. They cover characters that
 # are split over several tokens and what a tokenizer does at the start of a text.
@@ -75,7 +82,7 @@ class EngineRequest:
   sampling: SamplingParams
   max_new_tokens: int
   future: asyncio.Future
-  images: tuple[Any, ...] = ()
+  images: tuple[Pixels, ...] = ()
   position_shift: int = 0
   cache_name: str = ''
   tokens: list[int] = dataclasses.field(default_factory=list)
@@ -91,7 +98,7 @@ class EngineRequest:
     digests = ''.join(image.digest for image in self.images)
     return self.prompt.tobytes() + digests.encode() + self.cache_name.encode()
 
-  def has_prompt(self, prompt: np.ndarray, images: Sequence[Any]) -> bool:
+  def has_prompt(self, prompt: np.ndarray, images: Sequence[Pixels]) -> bool:
     """Returns whether a prompt and its images are those of the request."""
     digests = [image.digest for image in images]
     same_images = digests == [image.digest for image in self.images]
@@ -173,12 +180,12 @@ class DecodeResult:
 
   owners: list[EngineRequest | None]
   weights_version: int
-  tokens: Any
-  logprobs: Any
-  routed_experts: Any
-  prompt_experts: list[tuple[EngineRequest, Any]]
+  tokens: AnyArray
+  logprobs: AnyArray
+  routed_experts: AnyArray
+  prompt_experts: list[tuple[EngineRequest, AnyArray]]
   dispatch_time: float
-  draft_counts: Any = None
+  draft_counts: AnyArray = None
 
 
 class EngineBase:
@@ -269,7 +276,7 @@ class EngineBase:
       f'{self._max_length}; shorten it or raise max_length'
     )
 
-  def _check_images(self, prompt: np.ndarray, images: tuple[Any, ...]) -> str:
+  def _check_images(self, prompt: np.ndarray, images: tuple[Pixels, ...]) -> str:
     """Says what is wrong with the images of a request, if it has any; '' if nothing."""
     if self._processor is None:
       return 'it has images, and this engine serves a model that sees none'
@@ -301,7 +308,7 @@ class EngineBase:
     request_id: str,
     token_ids: Sequence[int],
     sampling: SamplingParams,
-    images: Sequence[Any] = (),
+    images: Sequence[Pixels] = (),
   ) -> Completion:
     """Generates a completion of `token_ids`.
 
@@ -382,7 +389,7 @@ class EngineBase:
     request_id: str,
     prompt: np.ndarray,
     sampling: SamplingParams,
-    images: tuple[Any, ...] = (),
+    images: tuple[Pixels, ...] = (),
   ) -> EngineRequest:
     """Registers and queues a request without awaiting, so no abort can come between."""
     request = EngineRequest(

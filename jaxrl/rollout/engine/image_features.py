@@ -7,7 +7,6 @@ request's bits depend on no other request.
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,8 +17,8 @@ from jaxrl.models.kv_cache import Cache
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.models.vision import image_places, vision_tower
 from jaxrl.models.vision.image_places import ImagePlaces, PatchRows
-from jaxrl.models.vision.patch_processor import PatchProcessor, Pixels
-from jaxrl.types import Array, Params
+from jaxrl.models.vision.patch_processor import PatchProcessor
+from jaxrl.types import AnyArray, Array, Params, Pixels
 
 MIN_FEATURES = 1024  # rows of the table at first
 
@@ -186,7 +185,7 @@ def _prefill(
   tokens: Array,
   lengths: Array,
   slots: Array,
-  table: Any,
+  table: AnyArray,
   places: ImagePlaces,
 ) -> Cache:
   params = params | {'vision': table}

@@ -16,8 +16,8 @@ All device work runs on the `DeviceThread`, so the event loop is never blocked.
 
 import asyncio
 import time
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
 
 import jax
 import numpy as np
@@ -45,10 +45,7 @@ from jaxrl.rollout.engine.threaded_decode import (
   make_model_runner,
   make_weights_format,
 )
-from jaxrl.types import Params, SamplingParams
-
-if TYPE_CHECKING:
-  pass
+from jaxrl.types import AnyArray, Params, Pixels, PyTree, SamplingParams
 
 
 @option_ranges(
@@ -195,7 +192,7 @@ class JaxEngine(EngineBase):
   def _reset(self) -> None:
     """Drops slots and device state, so the next dispatch starts with an empty cache."""
     self._scheduler.reset_slots()
-    self._state: tuple[Any, Any] | None = None  # cache and slot state, on the device
+    self._state: tuple[PyTree, PyTree] | None = None  # cache and slots, on the device
     self._in_flight: DecodeResult | None = None
 
   @property
@@ -388,7 +385,7 @@ class JaxEngine(EngineBase):
     if scheduled.prefill or scheduled.copies or scheduled.staged:
       jax.block_until_ready(cache)
       start = time.perf_counter()
-      images: tuple[Any, ...] = ()
+      images: tuple[()] | tuple[Mapping[int, Sequence[Pixels]], int] = ()
       if scheduled.images:
         images = scheduled.images, scheduled.weights_version
       cache = runner.prefill(params, cache, scheduled.prefill, *images)
@@ -472,7 +469,7 @@ class JaxEngine(EngineBase):
       self._finish(request, 'length')
 
 
-def _to_host(array: Any) -> np.ndarray | None:
+def _to_host(array: AnyArray) -> np.ndarray | None:
   """Copies `[D, S, …]` results to the host; slots may come in several arrays."""
   pieces = jax.tree.leaves(array)
   return np.concatenate(pieces, axis=1) if pieces else None

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.rollout.engine.resumable_generation import concat_completions
-from jaxrl.types import Completion, SamplingParams
+from jaxrl.types import Completion, Pixels, SamplingParams
 
 MAX_TRACKED_GROUPS = 16_384  # groups whose last engine is remembered
 
@@ -35,14 +35,14 @@ class RoutedRequest:
   request_id: str
   prompt: list[int]
   sampling: SamplingParams
-  images: tuple[Any, ...] = ()
+  images: tuple[Pixels, ...] = ()
   parts: list[Completion] = dataclasses.field(default_factory=list)
   partial: Completion | None = None
   engine: int | None = None
   attempt: int = 0
   num_waiters: int = 0
   is_aborted: bool = False
-  task: asyncio.Task | None = None
+  task: asyncio.Task[Completion] | None = None
 
   @property
   def group_key(self) -> str:

@@ -27,7 +27,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import token_sampling
 from jaxrl.rollout.engine.engine_base import EngineRequest
 from jaxrl.rollout.weights.weight_store import cast_copy
-from jaxrl.types import Array, Params
+from jaxrl.types import AnyArray, Array, Params, Pixels, PyTree
 from kernels.dispatch import platform_of
 
 if TYPE_CHECKING:
@@ -58,17 +58,17 @@ class SlotState:
     drafts: What drafts are made from, a `DraftState`; None if there are none.
   """
 
-  tokens: Any
-  positions: Any
-  remaining: Any
-  token_indices: Any
-  temperature: Any
-  top_p: Any
-  top_k: Any
-  keys: Any
-  stop_ids: Any
-  position_shift: Any = None
-  drafts: Any = None
+  tokens: AnyArray
+  positions: AnyArray
+  remaining: AnyArray
+  token_indices: AnyArray
+  temperature: AnyArray
+  top_p: AnyArray
+  top_k: AnyArray
+  keys: AnyArray
+  stop_ids: AnyArray
+  position_shift: AnyArray = None
+  drafts: AnyArray = None
 
   @classmethod
   def idle(
@@ -77,7 +77,7 @@ class SlotState:
     num_stop_ids: int,
     *,
     sees_images: bool = False,
-    drafts: Any = None,
+    drafts: PyTree = None,
   ) -> 'SlotState':
     """Makes a numpy state in which every slot is idle.
 
@@ -262,10 +262,8 @@ class ModelRunner:
       Parameters for `prefill` and `decode`.
     """
     if copy and not is_transfer(params):
-      # Layers are copied as they are unstacked.
-      is_stacked = not isinstance(params['layers'], tuple)
-      rest = {k: x for k, x in params.items() if k != 'layers' or not is_stacked}
-      params = params | cast_copy(rest)
+      is_cut = isinstance(params['layers'], tuple)  # a stack is copied as it is cut
+      params |= cast_copy({k: params[k] for k in params if is_cut or k != 'layers'})
     params = jax.device_put(params, self._sharding)
     params = self._arrange(self._merge(params) if is_transfer(params) else params)
     return jax.block_until_ready(params) if copy else params
@@ -321,7 +319,7 @@ class ModelRunner:
     params: Params,
     cache: Cache,
     prompts: Sequence[tuple[int, np.ndarray]],
-    images: Mapping[int, Sequence[Any]] | None = None,
+    images: Mapping[int, Sequence[Pixels]] | None = None,
     version: int = 0,
   ) -> Cache:
     """Computes keys and values of prompts, except for their last tokens.
@@ -361,7 +359,7 @@ class ModelRunner:
     return cache
 
   def prefill_staged(
-    self, params: Params, cache: Cache, staged: Sequence[Sequence[Any]]
+    self, params: Params, cache: Cache, staged: Sequence[Sequence[object]]
   ) -> Cache:
     """Computes prompts in blocks; see `BlockPrefill.run`."""
     return self._blocks.run(params, cache, staged, self.copy_prompts)

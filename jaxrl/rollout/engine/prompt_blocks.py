@@ -8,7 +8,6 @@ rest: the next turn of an agent's session, branches, and samples that part late.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from jaxrl.models.decoding import decode_step
 from jaxrl.models.decoding.block_rows import BlockRows
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.types import Array, Params
+from jaxrl.types import Array, Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +93,7 @@ class BlockPrefill:
     """
     return self.program(params, cache, *self._inputs([]))
 
-  def _inputs(self, blocks: Sequence[tuple[int, np.ndarray, int]]) -> Any:
+  def _inputs(self, blocks: Sequence[tuple[int, np.ndarray, int]]) -> PyTree:
     tokens = np.zeros((self._num_rows, self._size), np.int32)
     starts = np.zeros(self._num_rows, np.int32)
     slots = np.full(self._num_rows, self._num_slots, np.int32)  # skipped

@@ -4,12 +4,11 @@ import asyncio
 import dataclasses
 import functools
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxrl.rollout.engine.actor_proxy import maybe_await
-from jaxrl.types import Completion, RolloutEngine, SamplingParams
+from jaxrl.types import Completion, Pixels, SamplingParams, TokenGenerator
 
 _MAX_PARTS = 16  # requests per completion, when the engine interrupts them
 
@@ -50,11 +49,11 @@ async def generate_with_resume(
 
 
 async def generate_or_abort(
-  engine: RolloutEngine,
+  engine: TokenGenerator,
   request_id: str,
   prompt: Sequence[int],
   sampling: SamplingParams,
-  images: Sequence[Any] = (),
+  images: Sequence[Pixels] = (),
   *,
   timeout: float | None = None,
 ) -> Completion:

@@ -5,17 +5,40 @@ import contextlib
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any
+from typing import Protocol
 
 from jaxrl.rollout.engine.actor_proxy import EngineDeadError, maybe_await
 from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.engine.load_balancer import LoadBalancer, RoutedRequest
-from jaxrl.types import Completion, SamplingParams
+from jaxrl.types import (
+  Completion,
+  MaybeAwaitable,
+  Pixels,
+  RolloutEngine,
+  SamplingParams,
+  Value,
+)
 
 COOLDOWN_S = 5.0  # before a failed engine is tried again, unless it is replaced
 # Metrics that several engines have a mean of, beside times; others are summed.
 MEAN_METRICS = {'rollout/busy_slots', 'rollout/tokens_per_dispatch'}
 POLL_TIMEOUT_S = 10.0  # for an answer that no request depends on
+
+
+class RoutedEngine(RolloutEngine, Protocol):
+  """What a router needs of an engine, or of a handle of one, beside requests."""
+
+  async def sleep(self) -> None:
+    """Drains, and frees memory until `resume`."""
+    ...
+
+  async def warmup(self) -> None:
+    """Prepares for requests, once weights are loaded."""
+    ...
+
+  def metrics(self) -> MaybeAwaitable[dict[str, float]]:
+    """Returns metrics since the last call, by name."""
+    ...
 
 
 class EngineRouter:
@@ -37,7 +60,7 @@ class EngineRouter:
 
   def __init__(
     self,
-    engines: Sequence[Any],
+    engines: Sequence[RoutedEngine],
     *,
     affinity_slack: int = 16,
     poll_interval: float = 1.0,
@@ -68,9 +91,9 @@ class EngineRouter:
     self._requests: dict[str, RoutedRequest] = {}
     self._changed = asyncio.Event()  # replaced each time that something changes
     self._is_paused = False
-    self._poll_task: asyncio.Task | None = None
+    self._poll_task: asyncio.Task[None] | None = None
     self._polled_engines: set[int] = set()  # engines that have not answered yet
-    self._background_tasks: set[asyncio.Task] = set()
+    self._background_tasks: set[asyncio.Task[None]] = set()
     self._counts: Counter[str] = Counter()
 
   @property
@@ -86,7 +109,7 @@ class EngineRouter:
     request_id: str,
     token_ids: Sequence[int],
     sampling: SamplingParams,
-    images: Sequence[Any] = (),
+    images: Sequence[Pixels] = (),
   ) -> Completion:
     """Generates a completion of `token_ids`, as an engine does.
 
@@ -262,7 +285,7 @@ class EngineRouter:
 
   # ---- all engines
 
-  async def replace(self, index: int, engine: Any) -> None:
+  async def replace(self, index: int, engine: RoutedEngine) -> None:
     """Puts a new engine in the place of a lost one.
 
     Args:
@@ -311,10 +334,12 @@ class EngineRouter:
       totals[name] = sum(values) / (len(values) if is_mean else 1)
     return totals
 
-  async def _call_all(self, call: Callable[[Any], Any]) -> list[Any]:
+  async def _call_all(
+    self, call: Callable[[RoutedEngine], MaybeAwaitable[Value]]
+  ) -> list[Value]:
     """Calls all engines at once and returns the results of those that are alive."""
 
-    async def call_one(engine: Any) -> list[Any]:
+    async def call_one(engine: RoutedEngine) -> list[Value]:
       try:
         return [await maybe_await(call(engine))]
       except EngineDeadError:
@@ -336,7 +361,7 @@ class EngineRouter:
       async with asyncio.timeout(timeout):
         await self._changed.wait()
 
-  def _background(self, work: Awaitable[Any]) -> None:
+  def _background(self, work: Awaitable[object]) -> None:
     """Runs `work` in the background and ignores its errors."""
 
     async def run() -> None:

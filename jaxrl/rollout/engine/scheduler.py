@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.rollout.engine.engine_base import EngineRequest
+from jaxrl.types import Pixels
 
 CacheKey = tuple[int, bytes]  # weights version and prompt, or its first blocks
 
@@ -45,7 +46,7 @@ class SchedulerOutput:
   freed_slots: set[int]
   owners: list[EngineRequest | None]
   requests_waiting: bool
-  images: dict[int, tuple[Any, ...]] = dataclasses.field(default_factory=dict)
+  images: dict[int, tuple[Pixels, ...]] = dataclasses.field(default_factory=dict)
   staged: list[list[Any]] = dataclasses.field(default_factory=list)
 
   @property

@@ -9,7 +9,6 @@ for bit. A request that rarely accepts drafts makes few.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +20,7 @@ from jaxrl.models.decoding.draft_rows import DraftRows
 from jaxrl.models.kv_cache import Cache
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine import token_sampling
-from jaxrl.types import Array, Params
+from jaxrl.types import AnyArray, Array, Params, PyTree
 
 # A request has at most so much credit. A drafted token costs COST, an accepted one
 # earns GAIN, and a step without a draft earns 1.
@@ -51,8 +50,8 @@ class DraftState:
     credit: `[S]` int32; a slot makes drafts while it is positive.
   """
 
-  history: Any
-  credit: Any
+  history: AnyArray
+  credit: AnyArray
 
   @classmethod
   def idle(cls, num_slots: int, max_length: int) -> 'DraftState':
@@ -101,8 +100,8 @@ def decode_with_drafts(
   drafting: Drafting,
   params: Params,
   cache: Cache,
-  slots: Any,
-) -> tuple[Cache, Any, Array, Array, Array | None, Array]:
+  slots: PyTree,
+) -> tuple[Cache, PyTree, Array, Array, Array | None, Array]:
   """Decodes as `decode_slots` does, in as many steps, with up to K + 1 tokens in each.
 
   Args:
@@ -173,7 +172,7 @@ def decode_with_drafts(
   return cache, slots, tokens, logprobs, routed, counts
 
 
-def _drafts_of(slots: Any, drafting: Drafting) -> tuple[Array, Array]:
+def _drafts_of(slots: PyTree, drafting: Drafting) -> tuple[Array, Array]:
   """Returns drafts `[S, K]`, and how many of them each slot wants to have checked."""
   num_slots = slots.tokens.shape[0]
   is_busy = slots.remaining > 0
@@ -196,10 +195,10 @@ def _check_rows(
   model: TransformerLM,
   params: Params,
   cache: Cache,
-  slots: Any,
+  slots: PyTree,
   rows: DraftRows,
   drafts: Array,
-  rotations: Any,
+  rotations: PyTree,
 ) -> tuple[Array, Array, Cache]:
   """Draws what follows each row's token; returns tokens, log-probs and the cache."""
   drafted = drafts[rows.slots, jnp.maximum(rows.offsets - 1, 0)]
@@ -222,7 +221,7 @@ def _check_rows(
 
 
 def _next_state(
-  slots: Any,
+  slots: PyTree,
   rows: DraftRows,
   by_slot: Array,
   is_new: Array,

@@ -15,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.types import Array, SamplingParams
+from jaxrl.types import Array, PyTree, SamplingParams
 
 NO_TOKEN = -1
 # What rows may need of a program. 'any' asks the device, and branches: on a GPU, the
@@ -96,7 +96,7 @@ def sample_tokens(
 
 
 def draw_tokens(
-  model: Any, needs: str, logits: Array, slots: Any
+  model: Any, needs: str, logits: Array, slots: PyTree
 ) -> tuple[Array, Array]:
   """Draws a token for each slot; in exact mode with the learner's log-probs.
 

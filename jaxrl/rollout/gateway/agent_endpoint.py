@@ -9,7 +9,7 @@ from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.rollout.gateway.choice_runner import SessionLimits, SessionState
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.queue.group_state import EpisodeLease
-from jaxrl.types import RolloutEngine
+from jaxrl.types import TokenGenerator
 
 MODEL_NAME = 'policy'  # agents may ask for any name
 
@@ -23,7 +23,7 @@ class AgentEndpoint:
     url: The base URL with `/v1`; '' while it is not running.
   """
 
-  def __init__(self, engine: RolloutEngine, chat: ChatTokenizer):
+  def __init__(self, engine: TokenGenerator, chat: ChatTokenizer):
     """Creates an endpoint that is not running.
 
     Args:

@@ -2,8 +2,9 @@
 
 import json
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.gateway.anthropic_requests import error_body
 from jaxrl.rollout.gateway.choice_runner import (
   ChoiceResult,
@@ -29,10 +30,10 @@ class AnthropicFormatter(FormatterBase):
     self._num_blocks = 0
     self._open = ''  # the type of the block that is being written
 
-  def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+  def full_response(self, results: Sequence[ChoiceResult]) -> JsonObject:
     """Formats the body of a response that is not streamed."""
     (result,) = results
-    blocks: list[dict[str, Any]] = []
+    blocks: list[JsonObject] = []
     if result.thought:
       signature = result.name.removeprefix('msg_')
       thought = {'type': 'thinking', 'thinking': result.thought}
@@ -92,7 +93,7 @@ class AnthropicFormatter(FormatterBase):
     """Returns the events of an error in a stream."""
     return [error_body(error)]
 
-  def _begin(self, name: str, block: dict[str, Any]) -> list[Event]:
+  def _begin(self, name: str, block: JsonObject) -> list[Event]:
     """Opens a block, unless it is open, and closes the one before it."""
     if self._open == name:
       return []
@@ -101,7 +102,7 @@ class AnthropicFormatter(FormatterBase):
     start = {'type': 'content_block_start', 'index': self._num_blocks}
     return [*events, {**start, 'content_block': block}]
 
-  def _delta(self, delta: dict[str, Any]) -> Event:
+  def _delta(self, delta: JsonObject) -> Event:
     return {'type': 'content_block_delta', 'index': self._num_blocks, 'delta': delta}
 
   def _end(self) -> list[Event]:
@@ -118,8 +119,8 @@ class AnthropicFormatter(FormatterBase):
     return events
 
   def _message(
-    self, name: str, blocks: list[dict[str, Any]], usage: dict[str, Any]
-  ) -> dict[str, Any]:
+    self, name: str, blocks: list[JsonObject], usage: JsonObject
+  ) -> JsonObject:
     return {
       'id': name,
       'type': 'message',
@@ -132,11 +133,11 @@ class AnthropicFormatter(FormatterBase):
     }
 
 
-def _call_block(call: dict[str, Any]) -> dict[str, Any]:
+def _call_block(call: JsonObject) -> JsonObject:
   return {'type': 'tool_use', 'id': call['id'], 'name': call['function']['name']}
 
 
-def _stop_fields(result: ChoiceResult) -> dict[str, Any]:
+def _stop_fields(result: ChoiceResult) -> JsonObject:
   """Returns why a reply ended."""
   reason = _STOP_REASONS.get(result.finish_reason, 'end_turn')
   is_string = reason == 'end_turn' and bool(result.stop_string)
@@ -146,9 +147,9 @@ def _stop_fields(result: ChoiceResult) -> dict[str, Any]:
   }
 
 
-def _usage(num_prompt_tokens: int, result: ChoiceResult | None) -> dict[str, Any]:
+def _usage(num_prompt_tokens: int, result: ChoiceResult | None) -> JsonObject:
   """Counts the tokens, of which a reply that only begins has none."""
-  usage: dict[str, Any] = {
+  usage: JsonObject = {
     'input_tokens': num_prompt_tokens,
     'output_tokens': 0 if result is None else len(result.completion.tokens),
     'cache_creation_input_tokens': 0,

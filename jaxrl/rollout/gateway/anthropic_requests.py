@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.gateway import typed_bodies
 from jaxrl.rollout.gateway.generation_request import (
   ApiError,
@@ -85,7 +86,7 @@ class _Thinking(msgspec.Struct, tag='thinking'):
 class _ToolUse(msgspec.Struct, tag='tool_use'):
   id: str
   name: str
-  input: dict[str, Any]
+  input: JsonObject
 
 
 class _ToolResult(msgspec.Struct, tag='tool_result'):
@@ -101,7 +102,7 @@ class _Entry(msgspec.Struct):
 
 class _Tool(msgspec.Struct):
   name: str
-  input_schema: dict[str, Any]
+  input_schema: JsonObject
   description: str | None = None
   type: Literal['custom'] | None = None
   defer_loading: bool | None = None
@@ -122,7 +123,7 @@ class _ThinkingOptions(msgspec.Struct):
 
 class _OutputFormat(msgspec.Struct):
   type: Literal['json_schema']
-  schema: dict[str, Any]
+  schema: JsonObject
 
 
 class _OutputOptions(msgspec.Struct):
@@ -197,7 +198,7 @@ def parse_messages(data: bytes, cache: RequestCache | None) -> GenerationRequest
   )
 
 
-def error_body(error: ApiError) -> dict[str, Any]:
+def error_body(error: ApiError) -> JsonObject:
   """Formats an error as Anthropic's clients expect it.
 
   Args:
@@ -226,7 +227,7 @@ def check_version(version: str | None) -> None:
     raise ApiError(400, message)
 
 
-def _chat_body(body: dict[str, Any], fields: MessagesBody) -> dict[str, Any]:
+def _chat_body(body: JsonObject, fields: MessagesBody) -> JsonObject:
   """Returns the same request for the chat API, without its messages."""
   names = ('chat_template_kwargs', 'return_token_ids', 'seed', 'stream', 'temperature')
   chat = {name: body[name] for name in (*names, 'top_k', 'top_p') if name in body}
@@ -248,7 +249,7 @@ def _chat_body(body: dict[str, Any], fields: MessagesBody) -> dict[str, Any]:
   }
 
 
-def _tool(tool: _Tool, index: int) -> dict[str, Any]:
+def _tool(tool: _Tool, index: int) -> JsonObject:
   if tool.defer_loading:
     raise invalid_field(
       f'tools[{index}].defer_loading', 'all tools are loaded', 'unsupported_value'
@@ -266,7 +267,7 @@ def _parse_entries(entries: list[Any]) -> list[list[Message]]:
   return [_parse_entry(entry, f'messages[{i}]') for i, entry in enumerate(entries)]
 
 
-def _parse_entry(value: Any, place: str) -> list[Message]:
+def _parse_entry(value: object, place: str) -> list[Message]:
   """Returns the messages of the chat API that one message stands for."""
   entry = typed_bodies.check_model(value, _Entry, place)
   blocks = entry.content
@@ -296,7 +297,7 @@ def _parse_entry(value: Any, place: str) -> list[Message]:
   return typed_bodies.to_messages(messages, place)
 
 
-def _reply(blocks: list[Any]) -> dict[str, Any]:
+def _reply(blocks: list[Any]) -> JsonObject:
   """Returns a reply in the form of the chat API."""
   calls = [
     {

@@ -9,7 +9,7 @@ import dataclasses
 import json
 import logging
 import re
-from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Any
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
@@ -20,6 +20,7 @@ from jaxrl.data.tool_formats import (
   ToolCall,
   overlap,
 )
+from jaxrl.options import JsonObject
 from jaxrl.rollout.engine.actor_proxy import maybe_await
 from jaxrl.rollout.engine.engine_base import ImageError
 from jaxrl.rollout.engine.resumable_generation import (
@@ -34,8 +35,8 @@ from jaxrl.types import (
   Completion,
   Message,
   PromptTooLongError,
-  RolloutEngine,
   SamplingParams,
+  TokenGenerator,
 )
 
 log = logging.getLogger(__name__)
@@ -137,7 +138,7 @@ class ChoiceResult:
   stop_string: str = ''
 
   @property
-  def tool_calls(self) -> list[dict[str, Any]]:
+  def tool_calls(self) -> list[JsonObject]:
     """Returns the reply's tool calls, in the form of OpenAI's chat API."""
     return self.message.get('tool_calls', [])
 
@@ -166,7 +167,7 @@ class ChoiceRunner:
 
   def __init__(
     self,
-    engine: RolloutEngine,
+    engine: TokenGenerator,
     chat: ChatTokenizer,
     state: SessionState,
     request: GenerationRequest,
@@ -332,7 +333,7 @@ class ChoiceRunner:
       # With an unreadable call it stays text, so that the client sees what was written.
       content = parts.text if len(calls) == len(parts.calls) else text
     thought, answer = self._split_thought(text, content, parts)
-    message: dict[str, Any] = {'role': 'assistant', 'content': content}
+    message: JsonObject = {'role': 'assistant', 'content': content}
     if calls:
       message['tool_calls'] = [self._format_call(i, one) for i, one in enumerate(calls)]
     return ChoiceResult(
@@ -347,7 +348,7 @@ class ChoiceRunner:
       stop_string=stop,
     )
 
-  def _format_call(self, index: int, call: ToolCall) -> dict[str, Any]:
+  def _format_call(self, index: int, call: ToolCall) -> JsonObject:
     arguments = json.dumps(call['arguments'], ensure_ascii=False)
     function = {'name': call['name'], 'arguments': arguments}
     return {'id': f'call-{self.key}-{index}', 'type': 'function', 'function': function}
@@ -393,7 +394,7 @@ class ChoiceRunner:
     return parse_client_messages(spellings)
 
 
-def tool_input(call: Mapping[str, Any]) -> dict[str, Any]:
+def tool_input(call: JsonObject) -> JsonObject:
   """Returns the arguments of a tool call as an object.
 
   Args:
@@ -414,7 +415,7 @@ def _plain_numbers(value: Any) -> Any:
   return int(value) if is_whole else value
 
 
-def _with_plain_numbers(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_plain_numbers(call: JsonObject) -> JsonObject:
   function = {**call['function'], 'arguments': json.dumps(tool_input(call))}
   return {**call, 'function': function}
 

@@ -203,7 +203,7 @@ class LimitedConnection(asyncio.Protocol):
 
 
 def limit_connections(
-  make_protocol: Callable[[], Any], limits: ConnectionLimits
+  make_protocol: Callable[[], object], limits: ConnectionLimits
 ) -> Callable[[], LimitedConnection]:
   """Returns a protocol factory for `loop.create_server` that applies limits.
 

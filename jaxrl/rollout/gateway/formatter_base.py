@@ -2,13 +2,14 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar
+from typing import ClassVar
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.gateway.choice_runner import ChoiceResult, ChoiceRunner, ReplyDelta
 from jaxrl.rollout.gateway.generation_request import ApiError, GenerationRequest
 
 Decode = Callable[[list[int]], str]
-Event = dict[str, Any]
+Event = JsonObject
 
 
 @dataclasses.dataclass
@@ -37,7 +38,7 @@ class FormatterBase:
   def __post_init__(self):
     """Prepares what a formatter of one API counts on."""
 
-  def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+  def full_response(self, results: Sequence[ChoiceResult]) -> JsonObject:
     """Formats the body of a response that is not streamed.
 
     Args:

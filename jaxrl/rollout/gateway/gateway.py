@@ -30,12 +30,14 @@ from jaxrl.rollout.gateway.generation_request import (
 from jaxrl.rollout.gateway.request_cache import RequestCache
 from jaxrl.rollout.gateway.session_recorder import AgentSession, SessionPrompt
 from jaxrl.rollout.queue.group_state import EpisodeLease
+from jaxrl.rollout.thread_pool import Arguments
 from jaxrl.types import (
   Message,
-  RolloutEngine,
   SamplingParams,
   TextConstraint,
+  TokenGenerator,
   Trajectory,
+  Value,
 )
 
 
@@ -48,7 +50,7 @@ class Gateway:
 
   def __init__(
     self,
-    engine: RolloutEngine,
+    engine: TokenGenerator,
     chat: ChatTokenizer,
     *,
     deliver: Callable[[str, list[Trajectory]], Any] | None = None,
@@ -268,7 +270,9 @@ class Gateway:
       message = f'only text is supported, as {reason}'
       raise invalid_field(request.form.format_field, message, 'unsupported_value')
 
-  async def run_on_tokenizer_thread(self, fn: Callable[..., Any], *args: Any) -> Any:
+  async def run_on_tokenizer_thread(
+    self, fn: Callable[[*Arguments], Value], *args: *Arguments
+  ) -> Value:
     """Runs what takes long on the one thread that also tokenizes.
 
     Args:
@@ -508,7 +512,9 @@ def _constraint(
   return TextConstraint(tuple(alternatives)) if alternatives else None
 
 
-def _sampling_overrides(request: GenerationRequest, index: int) -> dict[str, Any]:
+def _sampling_overrides(
+  request: GenerationRequest, index: int
+) -> dict[str, int | float]:
   """Returns the sampling options that the client sets for the reply `index`."""
   top_k, seed = request.top_k, request.seed
   overrides = {

@@ -4,8 +4,8 @@
 """
 
 import dataclasses
-from typing import Any
 
+from jaxrl.options import JsonObject
 from jaxrl.types import Message
 
 _ERROR_TYPES = {
@@ -46,7 +46,7 @@ class ApiError(Exception):
     self.code = code
 
   @property
-  def body(self) -> dict[str, Any]:
+  def body(self) -> JsonObject:
     """Returns the response as JSON: {'error': {'message', 'type', 'param', 'code'}}."""
     default = 'server_error' if self.status >= 500 else 'invalid_request_error'
     error = {
@@ -131,7 +131,7 @@ class GenerationRequest:
 
   messages: list[Message] | None = None
   prompt: str | list[int] | None = None
-  tools: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+  tools: list[JsonObject] = dataclasses.field(default_factory=list)
   n: int = 1
   stream: bool = False
   include_usage: bool = False
@@ -143,15 +143,15 @@ class GenerationRequest:
   top_k: int | None = None
   stop: tuple[str, ...] = ()
   seed: int | None = None
-  template_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+  template_options: JsonObject = dataclasses.field(default_factory=dict)
   api: str = 'chat'
   has_instructions: bool = False
   thinking: bool | None = None
   forced_tools: tuple[str, ...] = ()
-  json_schema: dict[str, Any] | None = None
+  json_schema: JsonObject | None = None
   top_logprobs: int = 0
   encrypts_thoughts: bool = False
-  echo: dict[str, Any] = dataclasses.field(default_factory=dict)
+  echo: JsonObject = dataclasses.field(default_factory=dict)
 
   @property
   def form(self) -> ApiForm:

@@ -7,7 +7,7 @@ from typing import Any
 from jaxrl.data.chat_tokenizer import has_images
 from jaxrl.data.row_sources import DataError
 from jaxrl.data.rows import chat_messages
-from jaxrl.options import closest_match
+from jaxrl.options import JsonObject, Keywords, closest_match
 from jaxrl.rollout.gateway.generation_request import (
   ApiError,
   GenerationRequest,
@@ -109,7 +109,7 @@ MAX_IMAGES = 64  # of a request
 MAX_TOP_LOGPROBS = 20  # of OpenAI's API
 
 
-def parse_body(data: bytes) -> dict[str, Any]:
+def parse_body(data: bytes) -> JsonObject:
   """Parses a request's body.
 
   Args:
@@ -183,7 +183,7 @@ def parse_chat_body(data: bytes) -> GenerationRequest:
 
 
 def parse_chat(
-  body: Mapping[str, Any], messages: list[Message] | None = None
+  body: JsonObject, messages: list[Message] | None = None
 ) -> GenerationRequest:
   """Parses a request to /v1/chat/completions.
 
@@ -231,7 +231,7 @@ def parse_chat(
   )
 
 
-def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[str, ...]:
+def _parse_tool_choice(choice: object, tools: list[JsonObject]) -> tuple[str, ...]:
   """Returns the tools of which at least one must be called; () if none must."""
   if choice in (None, 'auto', 'none'):
     return ()
@@ -251,7 +251,7 @@ def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[str, .
   return tuple(names)
 
 
-def _parse_response_format(value: Any) -> dict[str, Any] | None:
+def _parse_response_format(value: Any) -> JsonObject | None:
   """Returns the JSON schema that a reply must have; None if it may be any text."""
   kind = value.get('type') if isinstance(value, dict) else None
   if value is None or kind == 'text':
@@ -269,7 +269,7 @@ def _parse_response_format(value: Any) -> dict[str, Any] | None:
   return schema
 
 
-def _parse_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_template_options(body: JsonObject) -> JsonObject:
   """Returns what a chat request sets of the chat template."""
   options = body.get('chat_template_kwargs') or {}
   if not isinstance(options, dict):
@@ -278,7 +278,7 @@ def _parse_template_options(body: Mapping[str, Any]) -> dict[str, Any]:
   return options if effort is None else {'reasoning_effort': effort, **options}
 
 
-def parse_completion(body: Mapping[str, Any]) -> GenerationRequest:
+def parse_completion(body: JsonObject) -> GenerationRequest:
   """Parses a request to /v1/completions.
 
   Args:
@@ -365,7 +365,7 @@ def _normalize(message: Message) -> Message:
   return {**fields, 'role': 'system'} if fields['role'] == 'developer' else fields
 
 
-def _parse_common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_common_fields(body: JsonObject) -> Keywords:
   check_fields(body)
   has_new_limit = body.get('max_completion_tokens') is not None
   limit_field = 'max_completion_tokens' if has_new_limit else 'max_tokens'
@@ -395,7 +395,7 @@ def _parse_common_fields(body: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_fields(
-  body: Mapping[str, Any],
+  body: JsonObject,
   read: Collection[str] = READ_FIELDS,
   neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_FIELDS,
   idle: Collection[str] = IDLE_FIELDS,
@@ -443,7 +443,7 @@ def is_number(value: Any, kind: type, low: float, high: float) -> bool:
 
 
 def _parse_number(
-  body: Mapping[str, Any], name: str, kind: type, low: float, high: float
+  body: JsonObject, name: str, kind: type, low: float, high: float
 ) -> Any:
   value = body.get(name)
   if value is not None and not is_number(value, kind, low, high):
@@ -452,20 +452,20 @@ def _parse_number(
   return value
 
 
-def _parse_flag(body: Mapping[str, Any], name: str) -> bool:
+def _parse_flag(body: JsonObject, name: str) -> bool:
   value = body.get(name)
   if value not in (None, True, False):
     raise invalid_field(name, 'true or false is needed')
   return bool(value)
 
 
-def _are_token_ids(value: Any) -> bool:
+def _are_token_ids(value: object) -> bool:
   """Returns whether a value is a list of token ids, without a Python loop over them."""
   if not isinstance(value, list) or set(map(type, value)) != {int}:
     return False
   return min(value) >= 0 and max(value) < 2**31
 
 
-def _is_tool(tool: Any) -> bool:
+def _is_tool(tool: object) -> bool:
   function = tool.get('function') if isinstance(tool, dict) else None
   return isinstance(function, dict) and isinstance(function.get('name'), str)

@@ -9,6 +9,8 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from jaxrl.options import JsonObject
+
 MAX_CACHED = 4  # conversations of one session that may alternate
 
 
@@ -22,11 +24,11 @@ class RequestCache:
   def read(
     self,
     data: bytes,
-    parse_messages: Callable[[list[Any]], Sequence[Any]],
+    parse_messages: Callable[[list[Any]], Sequence[object]],
     *,
     field: str = 'messages',
     form: str = 'chat',
-  ) -> dict[str, Any]:
+  ) -> JsonObject:
     """Parses the body of a request, and keeps its messages.
 
     Args:

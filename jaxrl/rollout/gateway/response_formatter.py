@@ -1,8 +1,8 @@
 """ResponseFormatter writes results as the JSON of OpenAI's API, whole or in chunks."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.gateway.choice_runner import ChoiceResult, ChoiceRunner, ReplyDelta
 from jaxrl.rollout.gateway.formatter_base import Decode, FormatterBase
 from jaxrl.rollout.gateway.generation_request import ApiError
@@ -20,7 +20,7 @@ class ResponseFormatter(FormatterBase):
     self._head = {'created': self.created, 'model': self.model}
     self._names: list[str] = []  # of the choices
 
-  def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+  def full_response(self, results: Sequence[ChoiceResult]) -> JsonObject:
     """Formats the body of a response that is not streamed."""
     choices = []
     for i, result in enumerate(results):
@@ -41,7 +41,7 @@ class ResponseFormatter(FormatterBase):
       body['prompt_token_ids'] = results[0].prompt
     return body
 
-  def opening_events(self, choices: Sequence[ChoiceRunner]) -> list[dict[str, Any]]:
+  def opening_events(self, choices: Sequence[ChoiceRunner]) -> list[JsonObject]:
     """Returns the chunks that open the choices; plain completions have none."""
     self._names = [choice.name for choice in choices]
     if not self._is_chat:
@@ -52,40 +52,40 @@ class ResponseFormatter(FormatterBase):
       for i, name in enumerate(self._names)
     ]
 
-  def delta_events(self, index: int, delta: ReplyDelta) -> list[dict[str, Any]]:
+  def delta_events(self, index: int, delta: ReplyDelta) -> list[JsonObject]:
     """Returns the chunk of what is new."""
-    fields: dict[str, Any] = {'text': delta.text}
+    fields: JsonObject = {'text': delta.text}
     if self._is_chat:
       fields = {'delta': {'content': delta.text}}
     return [self._chunk(self._names[index], {'index': index, **fields})]
 
-  def result_events(self, index: int, result: ChoiceResult) -> list[dict[str, Any]]:
+  def result_events(self, index: int, result: ChoiceResult) -> list[JsonObject]:
     """Returns the chunk that ends a choice, with its tool calls."""
-    fields: dict[str, Any] = {'delta': {}} if self._is_chat else {'text': ''}
+    fields: JsonObject = {'delta': {}} if self._is_chat else {'text': ''}
     if calls := result.tool_calls:
       indexed_calls = [{'index': i, **call} for i, call in enumerate(calls)]
       fields['delta'] = {'tool_calls': indexed_calls}
     choice = {'index': index, **fields, **self._final_fields(result)}
     return [self._chunk(result.name, choice)]
 
-  def closing_events(self, results: Sequence[ChoiceResult]) -> list[dict[str, Any]]:
+  def closing_events(self, results: Sequence[ChoiceResult]) -> list[JsonObject]:
     """Returns the chunk of token counts that ends a stream on request."""
     if not self.request.include_usage:
       return []
     return [{**self._chunk(results[0].name), 'usage': token_usage(results)}]
 
-  def error_events(self, error: ApiError) -> list[dict[str, Any]]:
+  def error_events(self, error: ApiError) -> list[JsonObject]:
     """Returns the chunk of an error in a stream."""
     return [error.body]
 
-  def _chunk(self, name: str, *choices: dict[str, Any]) -> dict[str, Any]:
+  def _chunk(self, name: str, *choices: JsonObject) -> JsonObject:
     kind = 'chat.completion.chunk' if self._is_chat else 'text_completion'
     defaults = {'finish_reason': None, 'logprobs': None}
     full_choices = [{**defaults, **choice} for choice in choices]
     return {'id': name, 'object': kind, **self._head, 'choices': full_choices}
 
-  def _final_fields(self, result: ChoiceResult) -> dict[str, Any]:
-    fields: dict[str, Any] = {'finish_reason': result.finish_reason, 'logprobs': None}
+  def _final_fields(self, result: ChoiceResult) -> JsonObject:
+    fields: JsonObject = {'finish_reason': result.finish_reason, 'logprobs': None}
     if self.request.logprobs:
       fields['logprobs'] = self._format_logprobs(result)
     # The choices of a request share its id; each also has an id of its own.
@@ -94,7 +94,7 @@ class ResponseFormatter(FormatterBase):
       fields['token_ids'] = result.completion.tokens.tolist()
     return fields
 
-  def _format_logprobs(self, result: ChoiceResult) -> dict[str, Any]:
+  def _format_logprobs(self, result: ChoiceResult) -> JsonObject:
     content = format_logprobs(result.completion, self.decode)
     if self._is_chat:
       return {'content': content, 'refusal': None}
@@ -106,7 +106,7 @@ class ResponseFormatter(FormatterBase):
     }
 
 
-def format_logprobs(completion: Completion, decode: Decode) -> list[dict[str, Any]]:
+def format_logprobs(completion: Completion, decode: Decode) -> list[JsonObject]:
   """Formats the log-probabilities of all tokens of a reply.
 
   Args:
@@ -118,7 +118,7 @@ def format_logprobs(completion: Completion, decode: Decode) -> list[dict[str, An
     place, if the engine was asked for them.
   """
 
-  def entry(token: int, logprob: float) -> dict[str, Any]:
+  def entry(token: int, logprob: float) -> JsonObject:
     text = decode([token])
     return {'token': text, 'logprob': logprob, 'bytes': list(text.encode())}
 
@@ -148,7 +148,7 @@ def token_usage(results: Sequence[ChoiceResult]) -> dict[str, int]:
   }
 
 
-def _format_message(result: ChoiceResult) -> dict[str, Any]:
+def _format_message(result: ChoiceResult) -> JsonObject:
   """Formats a reply; next to tool calls, OpenAI writes null for no text."""
   message = result.message
   is_empty = 'tool_calls' in message and not message['content']

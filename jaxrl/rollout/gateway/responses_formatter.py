@@ -1,8 +1,8 @@
 """ResponsesFormatter writes results as OpenAI's Responses API, whole or as events."""
 
 from collections.abc import Sequence
-from typing import Any
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.gateway.choice_runner import ChoiceResult, ChoiceRunner, ReplyDelta
 from jaxrl.rollout.gateway.formatter_base import Event, FormatterBase
 from jaxrl.rollout.gateway.generation_request import ApiError
@@ -19,10 +19,10 @@ class ResponsesFormatter(FormatterBase):
     """Prepares for a stream's first item."""
     self._name = self._key = ''
     self._num_events = 0
-    self._items: list[dict[str, Any]] = []  # those that are done
-    self._open: dict[str, Any] | None = None  # the item that is being written
+    self._items: list[JsonObject] = []  # those that are done
+    self._open: JsonObject | None = None  # the item that is being written
 
-  def full_response(self, results: Sequence[ChoiceResult]) -> dict[str, Any]:
+  def full_response(self, results: Sequence[ChoiceResult]) -> JsonObject:
     """Formats the body of a response that is not streamed."""
     (result,) = results
     self._name, self._key = result.name, result.name.removeprefix('resp_')
@@ -90,16 +90,16 @@ class ResponsesFormatter(FormatterBase):
     response = self._response(self._items, None) | failure
     return [self._event('response.failed', response=response)]
 
-  def _event(self, kind: str, **fields: Any) -> Event:
+  def _event(self, kind: str, **fields: object) -> Event:
     event = {'type': kind, 'sequence_number': self._num_events, **fields}
     self._num_events += 1
     return event
 
-  def _place(self) -> dict[str, Any]:
+  def _place(self) -> JsonObject:
     assert self._open is not None
     return {'item_id': self._open['id'], 'output_index': len(self._items)}
 
-  def _begin(self, item: dict[str, Any]) -> list[Event]:
+  def _begin(self, item: JsonObject) -> list[Event]:
     """Opens an item and, if it has content, its one part."""
     parts = item.pop('content', None)
     self._open = item if parts is None else item | {'content': parts}
@@ -116,7 +116,7 @@ class ResponsesFormatter(FormatterBase):
       events.append(self._event('response.content_part.added', **place, part=part))
     return events
 
-  def _delta(self, kind: str, text: str, **fields: Any) -> Event:
+  def _delta(self, kind: str, text: str, **fields: object) -> Event:
     """Appends to the open item."""
     assert self._open is not None
     place = self._place()
@@ -159,7 +159,7 @@ class ResponsesFormatter(FormatterBase):
 
   # ---- items
 
-  def _thought_item(self, thought: str, status: str) -> dict[str, Any]:
+  def _thought_item(self, thought: str, status: str) -> JsonObject:
     item = {
       'id': f'rs_{self._key}',
       'type': 'reasoning',
@@ -172,8 +172,8 @@ class ResponsesFormatter(FormatterBase):
     return item
 
   def _text_item(
-    self, text: str, status: str, logprobs: Sequence[Any] = ()
-  ) -> dict[str, Any]:
+    self, text: str, status: str, logprobs: Sequence[object] = ()
+  ) -> JsonObject:
     part = {'type': 'output_text', 'text': text, 'annotations': []}
     return {
       'id': f'msg_{self._key}',
@@ -183,7 +183,7 @@ class ResponsesFormatter(FormatterBase):
       'content': [part | {'logprobs': list(logprobs)}],
     }
 
-  def _call_item(self, index: int, status: str, call: dict[str, Any]) -> dict[str, Any]:
+  def _call_item(self, index: int, status: str, call: JsonObject) -> JsonObject:
     return {
       'id': f'fc_{self._key}_{index}',
       'type': 'function_call',
@@ -192,17 +192,17 @@ class ResponsesFormatter(FormatterBase):
       **call['function'],
     }
 
-  def _logprobs(self, result: ChoiceResult) -> list[dict[str, Any]]:
+  def _logprobs(self, result: ChoiceResult) -> list[JsonObject]:
     if not self.request.logprobs:
       return []
     return format_logprobs(result.completion, self.decode)
 
   def _response(
-    self, items: list[dict[str, Any]], result: ChoiceResult | None
-  ) -> dict[str, Any]:
+    self, items: list[JsonObject], result: ChoiceResult | None
+  ) -> JsonObject:
     """Formats the response as far as there is one."""
     request = self.request
-    body: dict[str, Any] = {
+    body: JsonObject = {
       'id': self._name,
       'object': 'response',
       'created_at': self.created,
@@ -238,5 +238,5 @@ def _status(result: ChoiceResult) -> str:
   return 'incomplete' if result.finish_reason == 'length' else 'completed'
 
 
-def _numbered(result: ChoiceResult) -> list[tuple[int, dict[str, Any]]]:
+def _numbered(result: ChoiceResult) -> list[tuple[int, JsonObject]]:
   return list(enumerate(result.tool_calls))

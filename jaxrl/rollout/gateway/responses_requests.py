@@ -14,6 +14,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 from msgspec import Meta
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.gateway import typed_bodies
 from jaxrl.rollout.gateway.generation_request import (
   ApiError,
@@ -128,7 +129,7 @@ _Item = _MessageItem | _CallItem | _OutputItem | _ReasoningItem
 
 class _FunctionTool(msgspec.Struct, tag='function'):
   name: str
-  parameters: dict[str, Any] | None = None
+  parameters: JsonObject | None = None
   description: str | None = None
 
 
@@ -137,7 +138,7 @@ class _Reasoning(msgspec.Struct):
 
 
 class _TextOptions(msgspec.Struct):
-  format: dict[str, Any] | None = None
+  format: JsonObject | None = None
   verbosity: Literal['medium'] | None = None
 
 
@@ -152,10 +153,10 @@ class ResponsesBody(msgspec.Struct):
   top_p: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
   top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
   stream: bool | None = None
-  stream_options: dict[str, Any] | None = None
+  stream_options: JsonObject | None = None
   parallel_tool_calls: bool | None = None
   tools: list[_FunctionTool] | None = None
-  tool_choice: str | dict[str, Any] | None = None
+  tool_choice: str | JsonObject | None = None
   reasoning: _Reasoning | None = None
   text: _TextOptions | None = None
   include: list[_Include] | None = None
@@ -174,7 +175,7 @@ class _Piece:
 
   message: Message | None = None
   key: str = ''
-  fields: dict[str, Any] = dataclasses.field(default_factory=dict)
+  fields: JsonObject = dataclasses.field(default_factory=dict)
 
 
 def parse_responses(
@@ -254,7 +255,7 @@ def _conversation(
   return messages
 
 
-def _chat_body(body: dict[str, Any], fields: ResponsesBody) -> dict[str, Any]:
+def _chat_body(body: JsonObject, fields: ResponsesBody) -> JsonObject:
   """Returns the same request for the chat API, without its messages."""
   names = ('chat_template_kwargs', 'return_token_ids', 'seed', 'stop', 'stream')
   more = ('temperature', 'top_p', 'top_k', 'parallel_tool_calls', 'top_logprobs')
@@ -275,13 +276,13 @@ def _chat_body(body: dict[str, Any], fields: ResponsesBody) -> dict[str, Any]:
   }
 
 
-def _tool(tool: _FunctionTool) -> dict[str, Any]:
+def _tool(tool: _FunctionTool) -> JsonObject:
   described = msgspec.structs.asdict(tool)
   function = {key: value for key, value in described.items() if value is not None}
   return {'type': 'function', 'function': function}
 
 
-def _response_format(given: dict[str, Any] | None) -> dict[str, Any] | None:
+def _response_format(given: JsonObject | None) -> JsonObject | None:
   """Returns a text format in the form of the chat API."""
   if given is None or given.get('type') != 'json_schema':
     return given
@@ -296,7 +297,7 @@ def _parse_items(items: list[Any]) -> list[_Piece]:
   return [_parse_item(item, f'input[{i}]') for i, item in enumerate(items)]
 
 
-def _parse_item(item: Any, place: str) -> _Piece:
+def _parse_item(item: object, place: str) -> _Piece:
   if isinstance(item, dict) and 'type' not in item:
     item = {**item, 'type': 'message'}
   one: Any = typed_bodies.check_model(item, _Item, place)  # type: ignore[arg-type]
@@ -311,7 +312,7 @@ def _parse_item(item: Any, place: str) -> _Piece:
   return _Piece(None, found[1] if found else '', _reply_fields(one))
 
 
-def _reply_fields(item: Any) -> dict[str, Any]:
+def _reply_fields(item: Any) -> JsonObject:
   """Returns what an item says of a reply."""
   if isinstance(item, _MessageItem):
     content = item.content
@@ -347,7 +348,7 @@ def _parts(content: Any) -> Any:
 def _join_replies(pieces: Sequence[_Piece]) -> list[Message]:
   """Returns the messages; pieces of one reply become one of them."""
   messages: list[Message] = []
-  fields: dict[str, Any] = {}
+  fields: JsonObject = {}
   key = ''
 
   def end_reply() -> None:
@@ -370,7 +371,7 @@ def _join_replies(pieces: Sequence[_Piece]) -> list[Message]:
   return messages
 
 
-def _begins_reply(fields: dict[str, Any], key: str, piece: _Piece) -> bool:
+def _begins_reply(fields: JsonObject, key: str, piece: _Piece) -> bool:
   """Returns whether a piece belongs to another reply than those before it."""
   if key and piece.key:
     return key != piece.key

@@ -11,17 +11,17 @@ import json
 import zlib
 from array import array
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer, has_images
 from jaxrl.group_stats import RESPONSE_TRUNCATED
+from jaxrl.options import JsonObject
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.episodes.row_format import ROW_FORMATS
 from jaxrl.rollout.gateway.request_cache import MAX_CACHED
 from jaxrl.rollout.queue.group_state import EpisodeLease
-from jaxrl.types import Completion, Message, Trajectory
+from jaxrl.types import Completion, Message, Pixels, Trajectory
 
 _TOKEN_BYTES = array('q').itemsize
 
@@ -86,7 +86,7 @@ class SessionPrompt:
   parent: RecordedReply | None
   messages: list[Message]
   digest: bytes
-  images: tuple[Any, ...] = ()
+  images: tuple[Pixels, ...] = ()
 
 
 class AgentSession:
@@ -120,8 +120,8 @@ class AgentSession:
   def make_prompt(
     self,
     messages: Sequence[Message],
-    tools: Sequence[dict[str, Any]] = (),
-    template_options: Mapping[str, Any] | None = None,
+    tools: Sequence[JsonObject] = (),
+    template_options: Mapping[str, object] | None = None,
     *,
     max_length: int | None = None,
   ) -> SessionPrompt:
@@ -169,7 +169,9 @@ class AgentSession:
     images = _images(messages)
     return SessionPrompt(prompt, new_tokens, parent, new_messages, digests[-1], images)
 
-  def _digests(self, messages: Sequence[Message], tools: Sequence[Any]) -> list[bytes]:
+  def _digests(
+    self, messages: Sequence[Message], tools: Sequence[object]
+  ) -> list[bytes]:
     """Returns the digest of every beginning of the conversation, the empty one first.
 
     A message object that was in an earlier conversation is not digested again.
@@ -329,7 +331,7 @@ def _to_bytes(tokens: list[int]) -> bytes:
   return array('q', tokens).tobytes()
 
 
-def _images(messages: Sequence[Message]) -> tuple[Any, ...]:
+def _images(messages: Sequence[Message]) -> tuple[Pixels, ...]:
   """Returns the images of messages, in order."""
   if not has_images(messages):
     return ()
@@ -338,7 +340,7 @@ def _images(messages: Sequence[Message]) -> tuple[Any, ...]:
   return tuple(find_images(messages))
 
 
-def _digest(prefix: bytes, value: Any) -> bytes:
+def _digest(prefix: bytes, value: object) -> bytes:
   # What JSON has no form for is an image, which its digest stands for.
   text = json.dumps(value, sort_keys=True, default=lambda image: image.mark)
   return hashlib.sha256(prefix + text.encode()).digest()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.gateway.generation_request import ApiError, invalid_field
 from jaxrl.rollout.gateway.openai_requests import (
   MAX_IMAGES,
@@ -25,7 +26,7 @@ _MISSING = re.compile(r'required field `(\w+)`')
 _IMAGE_TYPES = ('image', 'input_image', 'image_url')
 
 
-def check_model(value: Any, model: type[T], place: str = '') -> T:
+def check_model(value: object, model: type[T], place: str = '') -> T:
   """Returns a JSON value as an object of a model.
 
   Args:
@@ -59,11 +60,11 @@ def check_model(value: Any, model: type[T], place: str = '') -> T:
 def read_entries(
   data: bytes,
   cache: RequestCache | None,
-  parse_entries: Callable[[list[Any]], Sequence[Any]],
+  parse_entries: Callable[[list[Any]], Sequence[object]],
   *,
   field: str,
   form: str,
-) -> dict[str, Any]:
+) -> JsonObject:
   """Parses a body, of whose list of entries only what is not cached is looked at.
 
   Args:
@@ -96,7 +97,7 @@ def read_entries(
   return body
 
 
-def _count_images(parts: Any) -> int:
+def _count_images(parts: object) -> int:
   """Counts the images in parts of messages, and in the results of tools in them."""
   if not isinstance(parts, list):
     return 0
@@ -109,7 +110,7 @@ def _count_images(parts: Any) -> int:
   )
 
 
-def to_messages(messages: list[dict[str, Any]], place: str) -> list[Message]:
+def to_messages(messages: list[JsonObject], place: str) -> list[Message]:
   """Brings messages in the form of OpenAI's chat API into the form of templates.
 
   Args:

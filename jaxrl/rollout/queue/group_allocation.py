@@ -5,7 +5,8 @@ by env group `i % G` as its episode `i − i % G`.
 """
 
 from collections.abc import Mapping
-from typing import Any
+
+from jaxrl.types import StateDict
 
 
 def allocate_groups(num_groups: int, shares: Mapping[str, float]) -> dict[str, int]:
@@ -100,11 +101,11 @@ class GroupIdAllocator:
   def _counter(self, group_id: int) -> int:
     return group_id if self._endless else 0
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the counters as JSON values."""
     return {'next': list(self._next), 'end': self.end}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the counters.
 
     Args:

@@ -306,7 +306,7 @@ class GroupFilterChain:
     return None
 
 
-def _check_verdict(name: str, verdict: Any) -> None:
+def _check_verdict(name: str, verdict: object) -> None:
   """Raises ValueError for what is not a verdict, such as the group of a shaper."""
   if not isinstance(verdict, bool | np.bool_ | DropReason):
     kind = 'None' if verdict is None else f'a {type(verdict).__name__}'

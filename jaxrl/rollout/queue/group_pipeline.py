@@ -130,7 +130,7 @@ def _find_invalid_reward(group: Group) -> DropReason | None:
 
 
 def try_group_function(
-  function: Callable[..., Any], where: str, check: Callable[[Any], None]
+  function: Callable[..., object], where: str, check: Callable[[Any], None]
 ) -> None:
   """Calls a user's filter or shaper once with a made-up group, before the run starts.
 

@@ -17,8 +17,7 @@ import dataclasses
 import math
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable
 
 from jaxrl.group_stats import GroupResult, SampleRows
 from jaxrl.options import Options, option
@@ -39,7 +38,7 @@ from jaxrl.rollout.queue.group_state import (
   GroupState,
   ReadyGroups,
 )
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +168,7 @@ class GroupQueue:
     self._results = GroupResults()
     self._leases: dict[tuple[int, int], int] = {}  # (group_id, env_id) → group number
     self._pending: dict[tuple[int, int], object] = {}  # the latest request of each env
-    self._waiters: dict[int, list[asyncio.Future]] = defaultdict(list)  # by group_id
+    self._waiters: dict[int, list[asyncio.Future[None]]] = defaultdict(list)  # by group
     self._changed = asyncio.Event()  # something that `get_batch` waits for
     self._cancellations = CancellationLog()
     self._closed = False
@@ -397,7 +396,7 @@ class GroupQueue:
       The number of leases that were past their deadline.
     """
     now = self._clock()
-    overdue = []
+    overdue: list[tuple[int, int]] = []
     for (group_id, env_id), number in self._leases.items():  # oldest lease first
       _, deadline = self._active[number].leases[env_id]
       if deadline > now:
@@ -421,7 +420,7 @@ class GroupQueue:
     """Returns counts since the run began, such as `queue/played` and `queue/failed`."""
     return {f'queue/{name}': float(count) for name, count in self.counts.items()}
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the state as JSON; groups not yet taken are stored by number only."""
     return {
       'step': self.step,
@@ -431,7 +430,7 @@ class GroupQueue:
       'counts': dict(self.counts),
     }
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the state; groups that had not been taken are played again.
 
     Args:

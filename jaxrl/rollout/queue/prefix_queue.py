@@ -6,7 +6,6 @@ is replayed depends on no more than what the groups themselves depend on.
 """
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from jaxrl.component_table import Component
@@ -21,7 +20,7 @@ from jaxrl.rollout.queue.prefix_samplers import (
   PrefixSampler,
 )
 from jaxrl.rollout.replay_env_manager import PLAYED_KEY
-from jaxrl.types import Group
+from jaxrl.types import Group, StateDict
 
 SHARE = 'prefix/share'  # a row's metric: whether its episode continued a prefix
 
@@ -82,7 +81,7 @@ class PrefixGroupQueue(GroupQueue):
   def _is_pending(self, number: int) -> bool:
     return number in self._active or number in self._ready
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the state as JSON, with all that decides which prefixes come next."""
     return {
       **super().state_dict(),
@@ -98,7 +97,7 @@ class PrefixGroupQueue(GroupQueue):
       },
     }
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the state; a checkpoint of a run without prefixes has none of theirs.
 
     Args:

@@ -6,11 +6,11 @@ next group of that task begins. All samples of a group continue the same prefix.
 
 import dataclasses
 import math
-from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from jaxrl.component_table import ComponentTable
 from jaxrl.options import AT_LEAST_ONE, NOT_NEGATIVE, SHARE, Range, option_ranges
+from jaxrl.types import StateDict
 
 
 class PlayedTurns(NamedTuple):
@@ -96,11 +96,11 @@ class PrefixSampler:
     """
     raise NotImplementedError
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns what a checkpoint keeps, as JSON."""
     raise NotImplementedError
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores what `state_dict` returned, perhaps by way of JSON.
 
     Args:
@@ -250,7 +250,7 @@ class PrefixSampling(PrefixSampler):
     replies, states = source.replies[:count], source.states[: count + 1]
     return Prefix(key, record.kind, source.seed, replies, states, length)
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns the records as JSON."""
     records = [
       [key, r.kind, r.turns_left, r.success, r.failure]
@@ -258,7 +258,7 @@ class PrefixSampling(PrefixSampler):
     ]
     return {'records': records}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores the records.
 
     Args:
@@ -390,7 +390,7 @@ class PrefixRatios(PrefixSampler):
     """
     return self._next.get(key)
 
-  def state_dict(self) -> dict[str, Any]:
+  def state_dict(self) -> StateDict:
     """Returns prefixes, ratios, rates and rests as JSON."""
     control = {
       kind: [self._ratios[kind], self._rates[kind], self._rests[kind]]
@@ -398,7 +398,7 @@ class PrefixRatios(PrefixSampler):
     }
     return {'control': control, 'next': list(self._next.values())}
 
-  def load_state_dict(self, state: Mapping[str, Any]) -> None:
+  def load_state_dict(self, state: StateDict) -> None:
     """Restores them.
 
     Args:

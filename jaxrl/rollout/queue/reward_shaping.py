@@ -11,7 +11,7 @@ the denominators of the loss like any other row.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ from jaxrl.options import (
   NOT_NEGATIVE,
   NOT_ZERO,
   SHARE,
+  OptionValues,
   defaults,
   option_ranges,
   unknown_name_error,
@@ -264,7 +265,7 @@ class RewardShaper:
     return group
 
 
-def _check_shaped(shaper: RewardShaperFn, group: Any) -> None:
+def _check_shaped(shaper: RewardShaperFn, group: object) -> None:
   """Raises ValueError for what is not a group, such as the verdict of a filter."""
   is_group = isinstance(group, list) and all(isinstance(x, Trajectory) for x in group)
   if not is_group or not group:
@@ -278,7 +279,7 @@ def _check_shaped(shaper: RewardShaperFn, group: Any) -> None:
 
 
 def make_reward_shaper(
-  shapers: Sequence[Component] | Component, limits: Mapping[str, Any] | None = None
+  shapers: Sequence[Component] | Component, limits: OptionValues | None = None
 ) -> RewardShaper | None:
   """Creates the shapers of a run.
 

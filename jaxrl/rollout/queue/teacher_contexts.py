@@ -12,6 +12,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from jaxrl.component_table import Component, ComponentTable
+from jaxrl.data.chat_tokenizer import ChatTokenizer
 from jaxrl.group_stats import rows_by_sample, sample_score
 from jaxrl.rollout.queue.group_pipeline import RewardShaperFn
 from jaxrl.types import TASK_KEY, TEACHER_PROMPT_KEY, Group, SelfTeacher, Trajectory
@@ -144,7 +145,7 @@ class TeacherPrompts:
   def __init__(
     self,
     teacher: SelfTeacher,
-    make_chat: Callable[[], Any],
+    make_chat: Callable[[], ChatTokenizer],
     shaper: RewardShaperFn | None = None,
   ):
     """Initializes the prompts.

@@ -5,17 +5,17 @@ import dataclasses
 import json
 import os
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import urlsplit
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
-from jaxrl.options import Options, option
+from jaxrl.options import JsonObject, Options, option
 from jaxrl.rollout.engine.resumable_generation import (
   generate_or_abort,
   generate_with_resume,
 )
 from jaxrl.rollout.rewards.reward_pipeline import ScoringError
-from jaxrl.types import Completion, Message, RolloutEngine, SamplingParams
+from jaxrl.types import Completion, Message, SamplingParams, TokenGenerator
 
 _MAX_RESPONSE_BYTES = 4 << 20
 # HTTP statuses worth another try, besides 500 and above.
@@ -37,7 +37,7 @@ class LocalJudgeClient:
 
   def __init__(
     self,
-    engine: RolloutEngine,
+    engine: TokenGenerator,
     chat: ChatTokenizer,
     *,
     timeout: float,
@@ -186,7 +186,7 @@ class OpenAIJudgeClient:
         break
     raise ScoringError(f'{self._url}: {error} (request {name}, {num_tries} tries)')
 
-  async def _post(self, body: dict[str, Any]) -> _Response:
+  async def _post(self, body: JsonObject) -> _Response:
     import aiohttp
 
     headers = {'Authorization': f'Bearer {self._key}'} if self._key else {}
@@ -237,7 +237,7 @@ def validate_judge_limits(
   concurrency: int = 1,
   retries: int = 0,
   pause: float = 0.0,
-  **others: Any,
+  **others: object,
 ) -> None:
   """Checks limits within which an answer can arrive.
 

@@ -231,5 +231,5 @@ def _validate_scale(scale: Sequence[float]) -> tuple[float, float]:
   return low, high
 
 
-def _to_text(value: Any) -> str:
+def _to_text(value: object) -> str:
   return '' if value is None else str(value)

@@ -19,6 +19,7 @@ from jaxrl.data.seeds import fold_seed
 from jaxrl.envs.env_registry import MAX_REWARD, as_real_number, is_valid_reward
 from jaxrl.envs.graders import rule_graders
 from jaxrl.envs.graders.grader_processes import GraderFailure
+from jaxrl.envs.graders.rule_graders import TaskItem
 from jaxrl.options import Options, option
 from jaxrl.rollout.episodes.rollout_cache import RolloutCache
 from jaxrl.rollout.thread_pool import ThreadPool
@@ -46,7 +47,7 @@ class RewardInput:
   """
 
   messages: list[Message]
-  item: Mapping[str, Any]
+  item: TaskItem
   seed: int
   name: str
   pool: ThreadPool

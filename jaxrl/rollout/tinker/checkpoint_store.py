@@ -20,10 +20,10 @@ import shutil
 import time
 import uuid
 from collections.abc import Iterator, Mapping
-from typing import Any
 
 import numpy as np
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.row_adapters import Adapters
 from jaxrl.rollout.tinker.tenant_learner import TenantSnapshot
@@ -122,7 +122,7 @@ class CheckpointStore:
 
   # ---- runs and sessions
 
-  def save_run(self, run_id: str, facts: Mapping[str, Any]) -> None:
+  def save_run(self, run_id: str, facts: JsonObject) -> None:
     """Writes what is known of a run.
 
     Args:
@@ -133,27 +133,27 @@ class CheckpointStore:
     folder.mkdir(exist_ok=True)
     _write_json(folder / 'run.json', {**facts, 'run_id': run_id})
 
-  def find_run(self, run_id: str) -> dict[str, Any] | None:
+  def find_run(self, run_id: str) -> JsonObject | None:
     """Returns what is known of a run; None if there is no such run."""
     return _read_json(self._run_folder(run_id) / 'run.json')
 
-  def runs(self) -> list[dict[str, Any]]:
+  def runs(self) -> list[JsonObject]:
     """Returns what is known of all runs, the newest first."""
     found = [_read_json(path) for path in self.folder.glob('runs/*/run.json')]
     return sorted((x for x in found if x), key=lambda x: x['created'], reverse=True)
 
-  def save_session(self, session_id: str, facts: Mapping[str, Any]) -> None:
+  def save_session(self, session_id: str, facts: JsonObject) -> None:
     """Writes what is known of a session."""
     path = self.folder / 'sessions' / f'{session_id}.json'
     _write_json(path, {**facts, 'session_id': session_id})
 
-  def find_session(self, session_id: str) -> dict[str, Any] | None:
+  def find_session(self, session_id: str) -> JsonObject | None:
     """Returns what is known of a session; None if there is no such session."""
     if not _NAME.fullmatch(session_id):
       return None
     return _read_json(self.folder / 'sessions' / f'{session_id}.json')
 
-  def sessions(self) -> list[dict[str, Any]]:
+  def sessions(self) -> list[JsonObject]:
     """Returns what is known of all sessions, the newest first."""
     found = [_read_json(path) for path in self.folder.glob('sessions/*.json')]
     return sorted((x for x in found if x), key=lambda x: x['created'], reverse=True)
@@ -166,7 +166,7 @@ class CheckpointStore:
     kind: str,
     name: str,
     snapshot: TenantSnapshot | None,
-    facts: Mapping[str, Any],
+    facts: JsonObject,
     *,
     overwrite: bool = False,
     ttl_seconds: int | None = None,
@@ -266,18 +266,18 @@ class CheckpointStore:
       raise
     return f'tinker://{run_id}/{kind}/{name}'
 
-  def _read(self, pointer: pathlib.Path) -> dict[str, Any] | None:
+  def _read(self, pointer: pathlib.Path) -> JsonObject | None:
     record = _read_json(pointer)
     if record and record['expires'] is not None and record['expires'] < time.time():
       self._remove(pointer, record)
       return None
     return record
 
-  def _remove(self, pointer: pathlib.Path, record: Mapping[str, Any]) -> None:
+  def _remove(self, pointer: pathlib.Path, record: JsonObject) -> None:
     pointer.unlink(missing_ok=True)
     shutil.rmtree(pointer.parent / record['folder'], ignore_errors=True)
 
-  def find(self, path: str) -> dict[str, Any]:
+  def find(self, path: str) -> JsonObject:
     """Returns what is known of a checkpoint.
 
     Args:
@@ -333,7 +333,7 @@ class CheckpointStore:
     record, (run_id, kind, name) = self.find(path), parse_path(path)
     self._remove(self._run_folder(run_id) / kind / f'{name}.json', record)
 
-  def update(self, path: str, **facts: Any) -> None:
+  def update(self, path: str, **facts: object) -> None:
     """Changes what is known of a checkpoint.
 
     Args:
@@ -343,7 +343,7 @@ class CheckpointStore:
     record, (run_id, kind, name) = self.find(path), parse_path(path)
     _write_json(self._run_folder(run_id) / kind / f'{name}.json', {**record, **facts})
 
-  def checkpoints(self, run_id: str | None = None) -> list[dict[str, Any]]:
+  def checkpoints(self, run_id: str | None = None) -> list[JsonObject]:
     """Lists checkpoints as the API describes them, the newest first.
 
     Args:
@@ -364,7 +364,7 @@ class CheckpointStore:
       self._read(pointer)
 
 
-def describe(path: str, record: Mapping[str, Any]) -> dict[str, Any]:
+def describe(path: str, record: JsonObject) -> JsonObject:
   """Returns a checkpoint as the API describes it.
 
   Args:
@@ -428,7 +428,7 @@ def _write_bytes(path: pathlib.Path, content: bytes) -> None:
     os.fsync(file.fileno())
 
 
-def _write_json(path: pathlib.Path, value: Mapping[str, Any]) -> None:
+def _write_json(path: pathlib.Path, value: Mapping[str, object]) -> None:
   """Writes a file that is whole at any moment: under another name first."""
   draft = path.with_name(f'{path.name}.{uuid.uuid4().hex}.tmp')
   try:
@@ -454,7 +454,7 @@ def _opened(folder: pathlib.Path) -> Iterator[int]:
     os.close(number)
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+def _read_json(path: pathlib.Path) -> JsonObject | None:
   try:
     return json.loads(path.read_text())
   except (FileNotFoundError, NotADirectoryError):

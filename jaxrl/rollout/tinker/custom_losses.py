@@ -34,8 +34,10 @@ _DTYPES = {
   'bool': jnp.bool_,
 }
 
+Operation = Callable[..., Any]  # on arrays and numbers, under the names that torch has
 
-def _reduce(fn: Callable[..., Any]) -> Callable[..., Any]:
+
+def _reduce(fn: Operation) -> Operation:
   def run(x, dim=None, keepdim=False, *, dtype=None):
     x = x if dtype is None else jnp.asarray(x, dtype)
     axis = tuple(dim) if isinstance(dim, list | tuple) else dim
@@ -44,9 +46,7 @@ def _reduce(fn: Callable[..., Any]) -> Callable[..., Any]:
   return run
 
 
-def _extreme(
-  reduce: Callable[..., Any], pair: Callable[..., Any]
-) -> Callable[..., Any]:
+def _extreme(reduce: Operation, pair: Operation) -> Operation:
   def run(x, other=None, *, dim=None):
     if dim is not None or isinstance(other, int):
       raise RequestError('max and min with a dim return indices too; use amax and amin')
@@ -128,7 +128,7 @@ def _softmax(fn):
 
 
 _MATH = ('exp', 'log', 'sqrt', 'sin', 'cos', 'tanh', 'log1p', 'expm1', 'pow', 'floor')
-_ELEMENTWISE: dict[str, Callable[..., Any]] = {
+_ELEMENTWISE: dict[str, Operation] = {
   **{
     name: getattr(jnp, name)
     for name in (
@@ -191,7 +191,7 @@ _ELEMENTWISE: dict[str, Callable[..., Any]] = {
 }
 # What `torch.NAME` and `torch.nn.functional.NAME` may be.
 _FUNCTIONS = dict(_ELEMENTWISE)
-_METHODS: dict[str, Callable[..., Any]] = {
+_METHODS: dict[str, Operation] = {
   **_ELEMENTWISE,
   'view': _reshape,
   'expand': _expand,
@@ -209,7 +209,7 @@ _METHODS: dict[str, Callable[..., Any]] = {
   'masked_fill': lambda x, mask, value: jnp.where(mask, value, x),
   'type_as': lambda x, other: x.astype(other.dtype),
 }
-_OPERATORS: dict[str, Callable[..., Any]] = {
+_OPERATORS: dict[str, Operation] = {
   **{
     name: getattr(operator, name)
     for name in (
@@ -226,9 +226,9 @@ class _Ignored:
   """What says where a tensor lies, which means nothing here."""
 
 
-def _function(target: str) -> Callable[..., Any]:
+def _function(target: str) -> Operation:
   module, _, name = target.rpartition('.')
-  tables: dict[str, Mapping[str, Callable[..., Any]]] = {
+  tables: dict[str, Mapping[str, Operation]] = {
     'torch': _FUNCTIONS,
     'torch.nn.functional': _FUNCTIONS,
     'torch.functional': _FUNCTIONS,
@@ -244,7 +244,7 @@ def _function(target: str) -> Callable[..., Any]:
   return tables[module][name]
 
 
-def _attribute(x: Any, name: Any) -> Any:
+def _attribute(x: object, name: object) -> Any:
   if name not in _ATTRIBUTES:
     raise RequestError(f'a custom loss may not read {name!r}')
   return getattr(x, name)
@@ -308,7 +308,7 @@ class CustomLoss:
     if self.inputs[0][1] != (1 if row.is_flat else 2):
       raise RequestError(f'loss {self.name!r}: target_tokens has another rank')
 
-  def evaluate(self, *inputs: Any) -> tuple[Any, dict[str, Any]]:
+  def evaluate(self, *inputs: object) -> tuple[Any, dict[str, Any]]:
     """Computes the loss and its metrics of one datum.
 
     Args:
@@ -355,7 +355,7 @@ def _apply(node: request_bodies.CustomLossNode, args: list, kwargs: dict) -> Any
   return value
 
 
-def _read(values: Mapping[str, Any], arg: Any) -> Any:
+def _read(values: Mapping[str, object], arg: object) -> Any:
   """Returns an argument of a node, decoded."""
   read = functools.partial(_read, values)
   if isinstance(arg, list):
@@ -384,7 +384,7 @@ def _read(values: Mapping[str, Any], arg: Any) -> Any:
   raise RequestError(f'an argument of a custom loss is not valid: {str(arg)[:80]}')
 
 
-def _check_output(output: Any) -> tuple[Any, dict[str, Any]]:
+def _check_output(output: object) -> tuple[Any, dict[str, Any]]:
   if not isinstance(output, list | tuple) or len(output) != 2:
     raise RequestError('a custom loss must return its loss and its metrics')
   loss, metrics = output
@@ -399,7 +399,7 @@ def _check_output(output: Any) -> tuple[Any, dict[str, Any]]:
 
 
 @functools.lru_cache(maxsize=64)
-def _program(loss: CustomLoss) -> Callable[..., Any]:
+def _program(loss: CustomLoss) -> Operation:
   return jax.jit(jax.value_and_grad(loss.evaluate, has_aux=True))
 
 

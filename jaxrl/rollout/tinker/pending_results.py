@@ -11,7 +11,8 @@ import json
 import logging
 import time
 from collections.abc import Callable
-from typing import Any
+
+from jaxrl.options import JsonObject
 
 log = logging.getLogger(__name__)
 USER, SERVER = 'user', 'server'  # whose fault an error is
@@ -61,14 +62,14 @@ class PendingResult:
 
   request_id: str
   owner: str
-  answer: dict[str, Any] = dataclasses.field(default_factory=dict)
+  answer: JsonObject = dataclasses.field(default_factory=dict)
   body: bytes = b''
   is_proto: bool = False
   failed: bool = False
   done: asyncio.Event = dataclasses.field(default_factory=asyncio.Event)
   ended: float = 0.0
 
-  def succeed(self, result: dict[str, Any] | bytes) -> None:
+  def succeed(self, result: JsonObject | bytes) -> None:
     """Ends the request with a result, unless it has ended.
 
     Args:
@@ -142,7 +143,7 @@ class PendingResults:
     """Returns a request by its id; None for one that is not known."""
     return self._results.get(request_id)
 
-  def add(self, request_id: str, owner: str, **answer: Any) -> PendingResult:
+  def add(self, request_id: str, owner: str, **answer: object) -> PendingResult:
     """Adds a request.
 
     Args:

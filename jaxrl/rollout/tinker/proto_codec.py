@@ -85,7 +85,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     yield number, value
 
 
-def _text(value: Any) -> str:
+def _text(value: object) -> str:
   if not isinstance(value, bytes):
     raise ProtoError('a text was expected')
   try:
@@ -94,7 +94,7 @@ def _text(value: Any) -> str:
     raise ProtoError('a text is no UTF-8') from error
 
 
-def _bytes(value: Any) -> bytes:
+def _bytes(value: object) -> bytes:
   if not isinstance(value, bytes):
     raise ProtoError('bytes were expected')
   return value
@@ -104,14 +104,14 @@ def _signed(value: int) -> int:
   return value - (1 << 64) if value >> 63 else value
 
 
-def _array(data: Any, dtype: Any) -> np.ndarray:
+def _array(data: object, dtype: Any) -> np.ndarray:
   raw = _bytes(data)
   if len(raw) % np.dtype(dtype).itemsize:
     raise ProtoError('an array is cut short')
   return np.frombuffer(raw, dtype)
 
 
-def _entry(data: Any) -> tuple[str, Any]:
+def _entry(data: object) -> tuple[str, Any]:
   """Returns key and raw value of an entry of a map; the value is None if absent."""
   key, value = '', None
   for number, part in _fields(_bytes(data)):
@@ -166,7 +166,9 @@ def _product(shape: Sequence[int]) -> int:
   return total
 
 
-def _dense(sparse: Mapping[int, Any], dtype: Any, shape: Sequence[int]) -> np.ndarray:
+def _dense(
+  sparse: Mapping[int, Any], dtype: object, shape: Sequence[int]
+) -> np.ndarray:
   values = _array(sparse.get(1, b''), dtype)
   starts = _array(sparse.get(2, b''), np.int64)
   columns = _array(sparse.get(3, b''), np.int64)

@@ -5,12 +5,12 @@ may send some, and those that ask for what this server cannot do are refused by 
 """
 
 import datetime
-from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.tinker import tenant_losses
 from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.proto_codec import DatumMessage, ProtoError, from_csr
@@ -36,7 +36,7 @@ class CreateSession(msgspec.Struct):
 
   sdk_version: str
   tags: list[str] = []
-  user_metadata: dict[str, Any] | None = None
+  user_metadata: JsonObject | None = None
   project_id: str | None = None
   display_name: str | None = None
 
@@ -53,9 +53,9 @@ class CreateModel(msgspec.Struct):
   session_id: str
   model_seq_id: int
   base_model: str
-  user_metadata: dict[str, Any] | None = None
+  user_metadata: JsonObject | None = None
   lora_config: LoraBody | None = None
-  optimizer_config: dict[str, Any] | None = None
+  optimizer_config: JsonObject | None = None
 
 
 class ModelBody(msgspec.Struct):
@@ -93,7 +93,7 @@ class OptimStep(msgspec.Struct):
   model_id: str
   seq_id: int
   adam_params: AdamBody | None = None
-  optimizer_params: dict[str, Any] | None = None
+  optimizer_params: JsonObject | None = None
 
 
 class SaveWeights(msgspec.Struct):
@@ -130,8 +130,8 @@ class LoadWeights(msgspec.Struct):
   session_id: str | None = None
   model_seq_id: int | None = None
   base_model: str | None = None
-  user_metadata: dict[str, Any] | None = None
-  optimizer_config: dict[str, Any] | None = None
+  user_metadata: JsonObject | None = None
+  optimizer_config: JsonObject | None = None
   weights_access_token: str | None = None
 
 
@@ -269,7 +269,7 @@ class StatusQuery(msgspec.Struct):
   type: Literal['active', 'cancelled', 'failed', 'client_finished']
   reasons: list[str] | None = None
 
-  def matches(self, status: Mapping[str, Any] | None) -> bool:
+  def matches(self, status: JsonObject | None) -> bool:
     """Returns whether a session's status is one of these.
 
     Args:
@@ -327,7 +327,7 @@ class CustomLossNode(msgspec.Struct):
   name: str
   target: str
   args: list[Any] = []
-  kwargs: dict[str, Any] = {}
+  kwargs: JsonObject = {}
 
 
 class CustomLossGraph(msgspec.Struct):
@@ -363,7 +363,7 @@ def parse_body(data: bytes, kind: type[T]) -> T:
     raise RequestError(f'the body is not valid: {str(error)[:300]}') from error
 
 
-def convert_body(value: dict[str, Any], kind: type[T], what: str) -> T:
+def convert_body(value: JsonObject, kind: type[T], what: str) -> T:
   """Makes a struct of a part of a body.
 
   Args:
@@ -380,7 +380,7 @@ def convert_body(value: dict[str, Any], kind: type[T], what: str) -> T:
     raise RequestError(f'{what}: {str(error)[:300]}') from error
 
 
-def check_metadata(value: dict[str, Any] | None) -> dict[str, str] | None:
+def check_metadata(value: JsonObject | None) -> dict[str, str] | None:
   """Returns metadata as the API shows it, if it is small.
 
   Args:

@@ -17,6 +17,7 @@ from typing import Any
 
 from aiohttp import web
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.tinker import checkpoint_store, request_bodies
 from jaxrl.rollout.tinker.checkpoint_store import CheckpointStore, time_text
 from jaxrl.rollout.tinker.pending_results import RequestError
@@ -86,7 +87,7 @@ class RestRoutes:
 
   # ---- sessions
 
-  def _session_facts(self, session_id: str) -> dict[str, Any]:
+  def _session_facts(self, session_id: str) -> JsonObject:
     facts = self._store.find_session(session_id)
     if facts is None:
       raise RequestError(f'there is no session {session_id[:80]!r}')
@@ -125,7 +126,7 @@ class RestRoutes:
     self._store.save_session(session_id, facts)
     return web.json_response({})
 
-  def _status(self, facts: Mapping[str, Any]) -> dict[str, Any] | None:
+  def _status(self, facts: JsonObject) -> JsonObject | None:
     """Returns a session's status; None for one whose client vanished."""
     if facts['status'].startswith('finished: '):
       reason = {'type': facts['status'].removeprefix('finished: ')}
@@ -160,8 +161,8 @@ class RestRoutes:
     return runs
 
   def _summary(
-    self, facts: Mapping[str, Any], runs: Mapping[str | None, Sequence[str]]
-  ) -> dict[str, Any]:
+    self, facts: JsonObject, runs: Mapping[str | None, Sequence[str]]
+  ) -> JsonObject:
     own = runs.get(facts['session_id'], ())
     checkpoints = [x for run_id in own for x in self._store.checkpoints(run_id)]
     return {
@@ -178,23 +179,23 @@ class RestRoutes:
 
   # ---- runs
 
-  def _project(self, run: Mapping[str, Any]) -> str | None:
+  def _project(self, run: JsonObject) -> str | None:
     """Returns a run's project: its session's, or that which a copy was made for."""
     if run['session_id'] is None:
       return run['project_id']
     session = self._store.find_session(run['session_id'])
     return session.get('project_id') if session else None
 
-  def _run_facts(self, run_id: str) -> dict[str, Any]:
+  def _run_facts(self, run_id: str) -> JsonObject:
     facts = self._store.find_run(run_id)
     if facts is None:
       raise RequestError(f'there is no run {run_id[:80]!r}')
     return facts
 
-  def _describe_run(self, facts: Mapping[str, Any]) -> dict[str, Any]:
+  def _describe_run(self, facts: JsonObject) -> JsonObject:
     checkpoints = self._store.checkpoints(facts['run_id'])
 
-    def last(kind: str) -> dict[str, Any] | None:
+    def last(kind: str) -> JsonObject | None:
       return next((x for x in checkpoints if x['checkpoint_type'] == kind), None)
 
     return {
@@ -355,14 +356,14 @@ def _path(request: web.Request) -> str:
   return f'tinker://{"/".join(parts)}'
 
 
-def _search_key(facts: Mapping[str, Any]) -> tuple[datetime.datetime, str]:
+def _search_key(facts: JsonObject) -> tuple[datetime.datetime, str]:
   created = datetime.datetime.fromtimestamp(facts['created'], datetime.UTC)
   return created, facts['session_id']
 
 
 def _matches(
-  facts: Mapping[str, Any],
-  status: Mapping[str, Any] | None,
+  facts: JsonObject,
+  status: JsonObject | None,
   body: request_bodies.SearchBody,
 ) -> bool:
   """Returns whether a session is one that a search asks for."""

@@ -12,21 +12,20 @@ keeps what belongs to the row, because a stack is smaller than a pair for every 
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.types import Array, Params
+from jaxrl.types import AnyArray, Array, Params
 
 HEAD = 'unembed'
 PART_OF = {
   **dict.fromkeys(('q', 'k', 'v', 'o'), 'attention'),
   **dict.fromkeys(('gate', 'up', 'down'), 'mlp'),
 }
-Pair = tuple[Any, ...]  # A and B
+Pair = tuple[AnyArray, ...]  # A and B
 # Layer → pair. Of one tenant A is [L, inputs, r] and B [L, r, outputs]; of the head
 # [D, r] and [r, V].
 Adapters = dict[str, Pair]
@@ -204,10 +203,10 @@ class TrainingRows:
 
   pairs: Adapters
   totals: Adapters
-  rows: Any
-  scales: Any
+  rows: AnyArray
+  scales: AnyArray
 
-  def bind(self, layer: Any) -> None:
+  def bind(self, layer: object) -> None:
     """Makes a layer's linear maps use the adapters.
 
     Args:
@@ -246,9 +245,9 @@ class DecodingRows:
   """
 
   pairs: Adapters
-  rows: Any
+  rows: AnyArray
 
-  def bind(self, layer: Any) -> None:
+  def bind(self, layer: object) -> None:
     """Makes a layer's linear maps use the adapters.
 
     Args:

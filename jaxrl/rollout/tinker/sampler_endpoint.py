@@ -21,7 +21,7 @@ from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.sampling_service import SamplingService
 from jaxrl.rollout.tinker.tenant_engine import TenantEngine, TenantSampling
 from jaxrl.rollout.tinker.tinker_model import TinkerModel
-from jaxrl.types import Completion, SamplingParams
+from jaxrl.types import Completion, Pixels, SamplingParams, TokenGenerator
 
 MAX_GATEWAYS = 16
 
@@ -54,7 +54,7 @@ class SamplerEngine:
     request_id: str,
     token_ids: Sequence[int],
     sampling: SamplingParams,
-    images: Sequence[Any] = (),
+    images: Sequence[Pixels] = (),
   ) -> Completion:
     """Generates a completion; see `EngineBase.generate`."""
     fields = {x.name: getattr(sampling, x.name) for x in dataclasses.fields(sampling)}
@@ -139,7 +139,7 @@ class SamplerEndpoint:
       except ValueError as error:
         raise RequestError(f'the model has no chat: {error}') from error
       # A gateway needs no more of an engine than these can do.
-      engine: Any = SamplerEngine(self._engine, self._sampling, path)
+      engine: TokenGenerator = SamplerEngine(self._engine, self._sampling, path)
       gateway = Gateway(
         engine,
         chat,

@@ -4,11 +4,11 @@ import asyncio
 import secrets
 import uuid
 from collections.abc import Awaitable, Callable
-from typing import Any
 
 import numpy as np
 
 from jaxrl.data.seeds import fold_seed
+from jaxrl.options import JsonObject
 from jaxrl.rollout.tinker import proto_codec, request_bodies
 from jaxrl.rollout.tinker.checkpoint_store import SAMPLER, CheckpointStore, parse_path
 from jaxrl.rollout.tinker.pending_results import (
@@ -78,7 +78,7 @@ class SamplingService:
       raise RequestError(f'there is no sampler {sampler_id[:80]!r}')
     return facts['samplers'][sampler_id]
 
-  def get_sampler(self, sampler_id: str) -> dict[str, Any]:
+  def get_sampler(self, sampler_id: str) -> JsonObject:
     """Describes a sampling session."""
     path = self.find_sampler(sampler_id)
     name = self._model.name
@@ -119,7 +119,7 @@ class SamplingService:
 
   # ---- samples
 
-  def sample(self, body: SampleBody) -> dict[str, Any]:
+  def sample(self, body: SampleBody) -> JsonObject:
     """Begins to draw samples."""
     request_id = f'sample:{uuid.uuid4().hex}'
     owner, path = '', body.model_path
@@ -245,7 +245,7 @@ class SamplingService:
 
   async def _score_prompt(
     self, prompt: np.ndarray, body: SampleBody, name: str, seed: int
-  ) -> dict[str, Any]:
+  ) -> JsonObject:
     """Returns what is asked about the prompt, as `write_sample` takes it."""
     top_k, draws = body.topk_prompt_logprobs, body.prompt_alt_tokens_k
     wanted = body.target_prompt_logprobs

@@ -4,8 +4,8 @@ import dataclasses
 import time
 import uuid
 from collections.abc import Callable
-from typing import Any
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.tinker.checkpoint_store import CheckpointStore
 from jaxrl.rollout.tinker.pending_results import RequestError, TooManyRequestsError
 
@@ -27,10 +27,10 @@ class ClientSession:
   """
 
   session_id: str
-  facts: dict[str, Any]
+  facts: JsonObject
   last_seen: float
   run_ids: list[str] = dataclasses.field(default_factory=list)
-  losses: dict[str, Any] = dataclasses.field(default_factory=dict)
+  losses: JsonObject = dataclasses.field(default_factory=dict)
 
 
 class SessionTable:
@@ -56,7 +56,7 @@ class SessionTable:
     self._max_sessions, self._timeout = max_sessions, timeout
     self._sessions: dict[str, ClientSession] = {}
 
-  def create(self, **facts: Any) -> ClientSession:
+  def create(self, **facts: object) -> ClientSession:
     """Begins a session.
 
     Args:

@@ -33,7 +33,7 @@ from jaxrl.rollout.tinker.tenant_programs import (
   buckets_to,
   num_targets,
 )
-from jaxrl.types import Params, SamplingParams
+from jaxrl.types import Params, PyTree, SamplingParams
 
 BASE = ''  # the adapters' name of the model itself
 MAX_WEIGHT = 1e30  # of adapters; in sums with larger ones, even 0 · B may be no number
@@ -117,13 +117,15 @@ class TenantModelRunner(ModelRunner):
     jitted = *self._decode.values(), self._prefill_program, self._copy, self._update
     return sum(program._cache_size() for program in jitted)  # pyright: ignore
 
-  def _run_prefill(self, program: Any, weights: TenantWeights, cache: Any, *rows: Any):
+  def _run_prefill(
+    self, program: Any, weights: TenantWeights, cache: PyTree, *rows: PyTree
+  ):
     slots = rows[2]
     known = np.append(self.adapter_of_slot, self.num_adapters)  # of padding
     adapters = known[np.minimum(slots, self.num_slots)]
     return program(weights.params, weights.stack, cache, adapters, *rows)
 
-  def prepare_params(self, params: Any) -> Any:
+  def prepare_params(self, params: PyTree) -> PyTree:
     """Moves weights to the engine's device, with layers apart.
 
     Args:
@@ -134,7 +136,11 @@ class TenantModelRunner(ModelRunner):
     return jax.jit(unstack)(params)
 
   def decode(
-    self, params: Any, cache: Any, slots: SlotState, needs: str = token_sampling.ANY
+    self,
+    params: PyTree,
+    cache: PyTree,
+    slots: SlotState,
+    needs: str = token_sampling.ANY,
   ):
     """Starts drawing tokens; see `ModelRunner.decode`.
 
@@ -331,7 +337,9 @@ class TenantEngine(JaxEngine):
     """Returns the place of adapters that are in use."""
     return self._max_adapters if name == BASE else self._places.places[name]
 
-  def _dispatch_decode(self, params: Any, scheduled: SchedulerOutput) -> DecodeResult:
+  def _dispatch_decode(
+    self, params: PyTree, scheduled: SchedulerOutput
+  ) -> DecodeResult:
     # The weights of now: adapters may have been put beside them since the dispatch was
     # scheduled, and the arrays that were there before are gone.
     del params
@@ -343,7 +351,7 @@ class TenantEngine(JaxEngine):
       self._model_runner.adapter_of_slot[slot] = place
     return super()._dispatch_decode(weights, scheduled)
 
-  def _clean_slots(self, weights: Any) -> None:
+  def _clean_slots(self, weights: object) -> None:
     """Overwrites slots with the keys and values of some tokens. Device thread only."""
     if not self._unclean or self._state is None:
       return

@@ -25,7 +25,7 @@ from jaxrl.rollout.tinker.tenant_programs import (
   buckets_to,
   num_targets,
 )
-from jaxrl.types import Params
+from jaxrl.types import AnyArray, Params, PyTree
 
 ALPHA = 32.0  # what the API scales adapters by, over their rank
 
@@ -322,7 +322,7 @@ class TenantLearner:
     hyperparameters = MuonHyperparameters(**_scalars(options))
     return self._step(tenant, self._programs.muon_step, hyperparameters)
 
-  def _step(self, tenant: Tenant, program: Any, hyperparameters: Any) -> float:
+  def _step(self, tenant: Tenant, program: Any, hyperparameters: PyTree) -> float:
     tenant.count += 1
     tenant.num_rows = 0
     try:
@@ -343,8 +343,8 @@ def _scalars(options: Mapping[str, float]) -> dict[str, np.float32]:
   return {name: np.float32(value) for name, value in options.items()}
 
 
-def _zero(state: TenantState, place: Any) -> TenantState:
-  def zero(x: Any, name: str) -> Any:
+def _zero(state: TenantState, place: PyTree) -> TenantState:
+  def zero(x: AnyArray, name: str) -> AnyArray:
     axis = tenant_axis(name)
     blank = jnp.zeros(x.shape[:axis] + x.shape[axis + 1 :], x.dtype)
     return jax.lax.dynamic_update_index_in_dim(x, blank, place, axis)

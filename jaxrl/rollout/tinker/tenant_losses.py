@@ -8,13 +8,12 @@ datum's `weights` if it has any. The thresholds of a clip bound the ratio itself
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxrl.functional import losses
-from jaxrl.types import Array
+from jaxrl.types import AnyArray, Array
 
 CROSS_ENTROPY = 'cross_entropy'
 CUSTOM = 'custom'
@@ -60,15 +59,15 @@ class LossRows:
     beta: `[G]` float32.
   """
 
-  codes: Any
-  mask: Any
-  weights: Any
-  old_logprobs: Any
-  advantages: Any
-  ratio_mask: Any
-  clip_low: Any
-  clip_high: Any
-  beta: Any
+  codes: AnyArray
+  mask: AnyArray
+  weights: AnyArray
+  old_logprobs: AnyArray
+  advantages: AnyArray
+  ratio_mask: AnyArray
+  clip_low: AnyArray
+  clip_high: AnyArray
+  beta: AnyArray
 
 
 def row_losses(logprobs: Array, rows: LossRows) -> Array:

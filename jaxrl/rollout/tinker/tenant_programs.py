@@ -16,7 +16,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.tinker import row_adapters
 from jaxrl.rollout.tinker.row_adapters import Adapters, DecodingStack, tenant_axis
 from jaxrl.rollout.tinker.tenant_losses import LossRows, row_losses
-from jaxrl.types import Array, Params
+from jaxrl.types import AnyArray, Array, Params, PyTree
 
 MIN_BUCKET = 32
 MAX_LOGITS = 2**22  # that are held at a time, unless one position of each row has more
@@ -35,11 +35,11 @@ class TokenRows:
     scales: `[G]` float32, α / rank of these adapters.
   """
 
-  tokens: Any
-  lengths: Any
-  targets: Any
-  tenants: Any
-  scales: Any
+  tokens: AnyArray
+  lengths: AnyArray
+  targets: AnyArray
+  tenants: AnyArray
+  scales: AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -47,12 +47,12 @@ class TokenRows:
 class AdamHyperparameters:
   """One step's hyperparameters, float32 scalars, named as in the API."""
 
-  learning_rate: Any
-  beta1: Any
-  beta2: Any
-  eps: Any
-  weight_decay: Any
-  grad_clip_norm: Any
+  learning_rate: AnyArray
+  beta1: AnyArray
+  beta2: AnyArray
+  eps: AnyArray
+  weight_decay: AnyArray
+  grad_clip_norm: AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -60,9 +60,9 @@ class AdamHyperparameters:
 class MuonHyperparameters:
   """One step's hyperparameters, float32 scalars, named as in the API."""
 
-  learning_rate: Any
-  beta1: Any
-  grad_clip_norm: Any
+  learning_rate: AnyArray
+  beta1: AnyArray
+  grad_clip_norm: AnyArray
 
 
 @jax.tree_util.register_dataclass
@@ -109,7 +109,7 @@ def _segments(rows: TokenRows) -> Array:
   return (time < rows.lengths[:, None]).astype(jnp.int32)
 
 
-def _in_chunks(chunk_fn: Any, vocab_size: int, *arrays: Array) -> Any:
+def _in_chunks(chunk_fn: Any, vocab_size: int, *arrays: Array) -> PyTree:
   """Runs `chunk_fn` on pieces of arrays `[G, T, …]` along T, and joins the results."""
   groups, length = arrays[0].shape[:2]
   size = length
@@ -307,12 +307,12 @@ def muon_step(
   """
   gradients, norm = _clip(own.totals, options.grad_clip_norm)
   axes = optax.contrib.MuonDimensionNumbers(-2, -1)
-  numbers: Any = jax.tree.map(lambda _: axes, gradients)
+  numbers: PyTree = jax.tree.map(lambda _: axes, gradients)
   muon = optax.contrib.scale_by_muon(
     beta=options.beta1, weight_dimension_numbers=numbers
   )
-  before: Any = muon.init(gradients)
-  after: Any
+  before: PyTree = muon.init(gradients)
+  after: AnyArray
   steps, after = muon.update(gradients, before._replace(count=count - 1, mu=own.mu))
   rate = options.learning_rate
   stack = jax.tree.map(lambda p, step: p - rate * step, own.stack, steps)
@@ -396,7 +396,7 @@ class TenantPrograms:
     self.muon_step = jax.jit(muon_step, donate_argnums=0)
     self._scores: dict[tuple[int, int], Any] = {}
 
-  def score(self, top_k: int, draws: int, *arrays: Any) -> Any:
+  def score(self, top_k: int, draws: int, *arrays: AnyArray) -> PyTree:
     """Runs `score`, compiled for a number of likeliest tokens and of draws.
 
     Args:

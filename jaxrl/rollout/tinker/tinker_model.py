@@ -3,15 +3,16 @@
 import dataclasses
 import pathlib
 import tempfile
-from typing import Any
 
 import msgspec
 import numpy as np
 
 from jaxrl.models.model_config import Lora, ModelConfig
+from jaxrl.options import JsonObject
 from jaxrl.rollout.tinker import row_adapters
 from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.tenant_learner import ALPHA, TenantSnapshot
+from jaxrl.types import Params
 
 ADAMW, DIMUON = 'adamw', 'dimuon'  # optimizers, as the API calls them
 
@@ -48,7 +49,7 @@ class TinkerModel:
       )
 
 
-def optimizer_config(facts: dict[str, Any]) -> dict[str, Any]:
+def optimizer_config(facts: JsonObject) -> JsonObject:
   """Returns the optimizer of a run or checkpoint as the API describes it.
 
   Args:
@@ -58,7 +59,7 @@ def optimizer_config(facts: dict[str, Any]) -> dict[str, Any]:
   return {'type': kind, 'version': 1} if kind == DIMUON else {'type': kind}
 
 
-def trained_layers(facts: dict[str, Any]) -> frozenset[str]:
+def trained_layers(facts: JsonObject) -> frozenset[str]:
   """Returns the layers that a run trains.
 
   Args:
@@ -75,7 +76,7 @@ def trained_layers(facts: dict[str, Any]) -> frozenset[str]:
 
 
 def peft_files(
-  model: TinkerModel, snapshot: TenantSnapshot, facts: dict[str, Any]
+  model: TinkerModel, snapshot: TenantSnapshot, facts: JsonObject
 ) -> dict[str, bytes]:
   """Returns adapters as the files that PEFT reads.
 
@@ -91,7 +92,7 @@ def peft_files(
   layers, rank = trained_layers(facts), facts['rank']
   targets = tuple(name for name in row_adapters.PART_OF if name in layers)
   config = model.config.replace(lora=Lora(rank, ALPHA, targets, 'float32'))
-  branches: dict[str, Any] = {'attention': {}, 'mlp': {}}
+  branches: dict[str, Params] = {'attention': {}, 'mlp': {}}
   for name in targets:
     a, b = snapshot.adapters[name]
     branches[row_adapters.PART_OF[name]][name] = {'lora_a': a, 'lora_b': b}

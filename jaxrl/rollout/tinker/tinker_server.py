@@ -15,6 +15,7 @@ from typing import Any
 
 from aiohttp import web
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.gateway.app_server import BROKEN_BODY, serve_app
 from jaxrl.rollout.gateway.connection_limits import (
   ConnectionLimits,
@@ -178,7 +179,7 @@ class TinkerServer:
 
   # ---- clients
 
-  def _client_config(self) -> dict[str, Any]:
+  def _client_config(self) -> JsonObject:
     limits = self._options
     return {
       'parallel_fwdbwd_chunks': True,
@@ -189,10 +190,10 @@ class TinkerServer:
       'sample_join_sampling_session': True,
     }
 
-  def _dynamic_config(self) -> dict[str, Any]:
+  def _dynamic_config(self) -> JsonObject:
     return {'sample_cancel_enabled': True}
 
-  def _capabilities(self) -> dict[str, Any]:
+  def _capabilities(self) -> JsonObject:
     entry = {
       'model_name': self._model.name,
       'max_context_length': self._options.max_length,
@@ -201,7 +202,7 @@ class TinkerServer:
     }
     return {'supported_models': [entry]}
 
-  def _create_session(self, body: request_bodies.CreateSession) -> dict[str, Any]:
+  def _create_session(self, body: request_bodies.CreateSession) -> JsonObject:
     session = self._sessions.create(
       tags=body.tags[:100],
       user_metadata=request_bodies.check_metadata(body.user_metadata),
@@ -211,7 +212,7 @@ class TinkerServer:
     )
     return {'type': 'create_session', 'session_id': session.session_id}
 
-  def _heartbeat(self, body: request_bodies.SessionBody) -> dict[str, Any]:
+  def _heartbeat(self, body: request_bodies.SessionBody) -> JsonObject:
     self._sessions.touch(body.session_id)
     return {'type': 'session_heartbeat'}
 
@@ -282,13 +283,13 @@ class TinkerServer:
     kind = PROTOBUF if result.is_proto else 'application/json'
     return web.Response(body=result.body, content_type=kind)
 
-  def _cancel(self, body: request_bodies.RetrieveFuture) -> dict[str, Any]:
+  def _cancel(self, body: request_bodies.RetrieveFuture) -> JsonObject:
     self._sampling.cancel(body.request_id)
     return {}
 
   # ---- samplers
 
-  def _add_sampler(self, body: request_bodies.CreateSamplingSession) -> dict[str, Any]:
+  def _add_sampler(self, body: request_bodies.CreateSamplingSession) -> JsonObject:
     session = self._sessions.touch(body.session_id)
     if body.model_path is None and body.base_model is None:
       raise RequestError('model_path or base_model is needed')
@@ -298,7 +299,7 @@ class TinkerServer:
     sampler_id = self._training.add_sampler(session, number, body.model_path)
     return {'type': 'create_sampling_session', 'sampling_session_id': sampler_id}
 
-  def _join_sampler(self, body: request_bodies.JoinSamplingSession) -> dict[str, Any]:
+  def _join_sampler(self, body: request_bodies.JoinSamplingSession) -> JsonObject:
     self._sampling.find_sampler(body.sampling_session_id)
     session = self._sessions.touch(body.sampling_session_id.partition(':')[0])
     clients = session.facts.setdefault('clients', {})

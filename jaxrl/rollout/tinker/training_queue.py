@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from jaxrl.device_thread import DeviceThread
+from jaxrl.options import JsonObject
 from jaxrl.rollout.tinker.pending_results import PendingResult
 from jaxrl.rollout.tinker.proto_codec import write_forward_backward
 from jaxrl.rollout.tinker.tenant_learner import Tenant, TenantLearner, TrainingRow
@@ -56,7 +57,7 @@ class QueuedCall:
   """
 
   result: PendingResult
-  call: Callable[[], Awaitable[dict[str, Any]]]
+  call: Callable[[], Awaitable[JsonObject]]
 
 
 @dataclasses.dataclass
@@ -140,7 +141,7 @@ class TrainingQueue:
     run_id: str,
     number: int,
     result: PendingResult,
-    call: Callable[[], Awaitable[dict[str, Any]]],
+    call: Callable[[], Awaitable[JsonObject]],
   ) -> None:
     """Queues a call.
 

@@ -11,6 +11,7 @@ import msgspec
 import numpy as np
 
 from jaxrl.device_thread import DeviceThread
+from jaxrl.options import JsonObject
 from jaxrl.rollout.tinker import (
   checkpoint_store,
   request_bodies,
@@ -52,7 +53,7 @@ NO_DIMUON = (
 MAX_AHEAD = 10_000  # numbers by which requests may be out of order
 # Weights that were saved for one client, without a name, are kept for a day.
 UNNAMED_SECONDS = 24 * 3600
-Call = Callable[[], Awaitable[dict[str, Any]]]
+Call = Callable[[], Awaitable[JsonObject]]
 
 
 def check_optimizer(config: Mapping[str, Any] | None, dimuon: str = '') -> str:
@@ -88,7 +89,7 @@ def step_options(body: request_bodies.OptimStep, optimizer: str) -> dict[str, fl
   """
   params, kind = body.optimizer_params, ADAMW
   adam = body.adam_params or request_bodies.AdamBody()
-  options: dict[str, Any] = msgspec.structs.asdict(adam)
+  options: dict[str, float] = msgspec.structs.asdict(adam)
   if params is not None:
     kind = params.get('type')
     if kind == DIMUON:
@@ -140,15 +141,15 @@ class TrainingService:
     self._device_thread, self._sessions = device_thread, sessions
     self._pending, self._options = pending, options
     self.queue = TrainingQueue(learner, device_thread)
-    self._facts: dict[str, dict[str, Any]] = {}  # of the runs that are open
+    self._facts: dict[str, JsonObject] = {}  # of the runs that are open
     self._tasks: set[asyncio.Task] = set()
 
   # ---- helpers
 
-  def _answer(self, result: PendingResult) -> dict[str, Any]:
+  def _answer(self, result: PendingResult) -> JsonObject:
     return {'request_id': result.request_id, **result.answer}
 
-  def _start(self, request_id: str, owner: str, call: Call) -> dict[str, Any]:
+  def _start(self, request_id: str, owner: str, call: Call) -> JsonObject:
     """Runs a call that is in no run's queue; answers at once."""
     if (known := self._pending.find(request_id)) is not None:
       return self._answer(known)
@@ -165,7 +166,7 @@ class TrainingService:
     task.add_done_callback(self._tasks.discard)
     return self._answer(result)
 
-  def _queue_call(self, run_id: str, number: int, call: Call) -> dict[str, Any]:
+  def _queue_call(self, run_id: str, number: int, call: Call) -> JsonObject:
     result, is_new = self._numbered(run_id, number)
     if is_new:
       self.queue.add_call(run_id, number, result, call)
@@ -191,7 +192,7 @@ class TrainingService:
 
   # ---- runs
 
-  def create_model(self, body: request_bodies.CreateModel) -> dict[str, Any]:
+  def create_model(self, body: request_bodies.CreateModel) -> JsonObject:
     """Begins a training run."""
     session = self._sessions.touch(body.session_id)
     self._model.check_name(body.base_model)
@@ -217,7 +218,7 @@ class TrainingService:
     }
     run_id = f'{body.session_id}:train:{body.model_seq_id}'
 
-    async def create() -> dict[str, Any]:
+    async def create() -> JsonObject:
       layers = trained_layers(facts)
       adapters = await self._device_thread.run(
         row_adapters.init_adapters, self._model.config, lora.rank, seed, layers
@@ -231,7 +232,7 @@ class TrainingService:
     self,
     session: ClientSession,
     run_id: str,
-    facts: dict[str, Any],
+    facts: JsonObject,
     snapshot: TenantSnapshot,
   ) -> None:
     if self._learner.num_free == 0:
@@ -264,24 +265,24 @@ class TrainingService:
       self._learner.remove(run.tenant)
       self._facts.pop(run_id, None)
 
-  def unload_model(self, body: request_bodies.ModelBody) -> dict[str, Any]:
+  def unload_model(self, body: request_bodies.ModelBody) -> JsonObject:
     """Ends a training run."""
     self._run(body.model_id)
 
-    async def unload() -> dict[str, Any]:
+    async def unload() -> JsonObject:
       self.close_run(body.model_id)
       return {'model_id': body.model_id, 'type': 'unload_model'}
 
     owner = self._facts[body.model_id]['session_id']
     return self._start(f'{body.model_id}:unload', owner, unload)
 
-  def _run(self, run_id: str) -> dict[str, Any]:
+  def _run(self, run_id: str) -> JsonObject:
     facts = self._facts.get(run_id) or self._store.find_run(run_id)
     if facts is None:
       raise RequestError(f'there is no run {run_id[:80]!r}')
     return facts
 
-  def get_info(self, body: request_bodies.ModelBody) -> dict[str, Any]:
+  def get_info(self, body: request_bodies.ModelBody) -> JsonObject:
     """Describes a run's model."""
     facts = self._run(body.model_id)
     return {
@@ -300,7 +301,7 @@ class TrainingService:
 
   # ---- steps
 
-  def forward_backward(self, body: ForwardBackwardMessage) -> dict[str, Any]:
+  def forward_backward(self, body: ForwardBackwardMessage) -> JsonObject:
     """Runs data forward, and backward unless only forward is asked for."""
     result, is_new = self._numbered(body.model_id, body.seq_id)
     if not is_new:
@@ -332,7 +333,7 @@ class TrainingService:
   ) -> None:
     """Fails a request in its turn, so that the requests after it are served."""
 
-    async def call() -> dict[str, Any]:
+    async def call() -> JsonObject:
       raise error
 
     self.queue.add_call(run_id, number, result, call)
@@ -372,10 +373,10 @@ class TrainingService:
         raise RequestError(f'datum {i}: {error}') from error
     return custom, rows
 
-  def optim_step(self, body: request_bodies.OptimStep) -> dict[str, Any]:
+  def optim_step(self, body: request_bodies.OptimStep) -> JsonObject:
     """Takes an optimizer step."""
 
-    async def call() -> dict[str, Any]:
+    async def call() -> JsonObject:
       optimizer = self._run(body.model_id).get('optimizer', ADAMW)
       options = step_options(body, optimizer)
       tenant = self._tenant(body.model_id)
@@ -410,7 +411,7 @@ class TrainingService:
 
   def _checkpoint_facts(
     self, run_id: str, metadata: dict[str, str] | None
-  ) -> dict[str, Any]:
+  ) -> JsonObject:
     facts = self._run(run_id)
     names = 'rank', 'train_attn', 'train_mlp', 'train_unembed', 'base_model'
     kept = {name: facts[name] for name in names}
@@ -427,10 +428,10 @@ class TrainingService:
       raise RequestError('the weights are not finite: the run has diverged')
     return snapshot
 
-  def save_weights(self, body: request_bodies.SaveWeights) -> dict[str, Any]:
+  def save_weights(self, body: request_bodies.SaveWeights) -> JsonObject:
     """Saves a run's weights and optimizer state."""
 
-    async def call() -> dict[str, Any]:
+    async def call() -> JsonObject:
       facts = self._checkpoint_facts(body.model_id, body.user_metadata)
       name = body.path or uuid.uuid4().hex
       path = await asyncio.to_thread(
@@ -445,10 +446,10 @@ class TrainingService:
 
     return self._queue_call(body.model_id, body.seq_id, call)
 
-  def save_for_sampler(self, body: request_bodies.SaveForSampler) -> dict[str, Any]:
+  def save_for_sampler(self, body: request_bodies.SaveForSampler) -> JsonObject:
     """Saves a run's weights to sample from."""
 
-    async def call() -> dict[str, Any]:
+    async def call() -> JsonObject:
       if body.kind != 'snapshot':
         raise RequestError(f"kind={body.kind!r} is not supported; use 'snapshot'")
       if body.path is None and body.sampling_session_seq_id is None:
@@ -467,7 +468,7 @@ class TrainingService:
         facts,
         ttl_seconds=ttl,
       )
-      answer: dict[str, Any] = {'path': path, 'type': 'save_weights_for_sampler'}
+      answer: JsonObject = {'path': path, 'type': 'save_weights_for_sampler'}
       if is_unnamed:
         session = self._sessions.touch(self._facts[body.model_id]['session_id'])
         number = body.sampling_session_seq_id
@@ -490,10 +491,10 @@ class TrainingService:
     self._sessions.save(session)
     return sampler_id
 
-  def save_external(self, body: request_bodies.SaveWeights) -> dict[str, Any]:
+  def save_external(self, body: request_bodies.SaveWeights) -> JsonObject:
     """Saves a run's adapters in the format of Hugging Face's PEFT."""
 
-    async def call() -> dict[str, Any]:
+    async def call() -> JsonObject:
       if body.age_encryption_recipients:
         raise RequestError('age_encryption_recipients is not supported')
       facts = self._checkpoint_facts(body.model_id, body.user_metadata)
@@ -511,12 +512,12 @@ class TrainingService:
 
     return self._queue_call(body.model_id, body.seq_id, call)
 
-  def load_weights(self, body: request_bodies.LoadWeights) -> dict[str, Any]:
+  def load_weights(self, body: request_bodies.LoadWeights) -> JsonObject:
     """Loads a checkpoint into a run, or begins a run with it."""
     if body.model_id is not None and body.seq_id is not None:
       run_id = body.model_id
 
-      async def load() -> dict[str, Any]:
+      async def load() -> JsonObject:
         record, snapshot = await self._read(body)
         tenant, facts = self._tenant(run_id), self._run(run_id)
         if body.optimizer:
@@ -538,7 +539,7 @@ class TrainingService:
     self._model.check_name(body.base_model)
     run_id = f'{body.session_id}:train:{body.model_seq_id}'
 
-    async def create() -> dict[str, Any]:
+    async def create() -> JsonObject:
       record, snapshot = await self._read(body)
       if record['rank'] > self._options.max_rank:
         raise RequestError(f'{body.path} has rank {record["rank"]}, which is too large')
@@ -557,7 +558,7 @@ class TrainingService:
     return self._start(f'{run_id}:0', body.session_id, create)
 
   def _check_moments(
-    self, body: request_bodies.LoadWeights, record: dict[str, Any], optimizer: str
+    self, body: request_bodies.LoadWeights, record: JsonObject, optimizer: str
   ) -> None:
     saved = record.get('optimizer', ADAMW)
     if saved != optimizer:
@@ -568,7 +569,7 @@ class TrainingService:
 
   async def _read(
     self, body: request_bodies.LoadWeights
-  ) -> tuple[dict[str, Any], TenantSnapshot]:
+  ) -> tuple[JsonObject, TenantSnapshot]:
     if body.weights_access_token:
       raise RequestError('weights_access_token is not supported: there is one key')
     record = self._store.find(body.path)
@@ -581,12 +582,12 @@ class TrainingService:
         raise RequestError(f'{body.path} belongs to a model of another shape')
     return record, snapshot
 
-  def create_custom_loss(self, body: request_bodies.CreateCustomLoss) -> dict[str, Any]:
+  def create_custom_loss(self, body: request_bodies.CreateCustomLoss) -> JsonObject:
     """Stores a custom loss for a session."""
     session = self._sessions.touch(body.session_id)
     loss_id = f'{body.session_id}:loss:{body.custom_loss_seq_id}'
 
-    async def create() -> dict[str, Any]:
+    async def create() -> JsonObject:
       session.losses[loss_id] = CustomLoss.parse(body)
       return {'loss_id': loss_id, 'type': 'create_custom_loss'}
 

@@ -141,7 +141,7 @@ class _GpuBytes:
 
 
 @contextlib.contextmanager
-def _current_device(device: Any) -> Iterator[None]:
+def _current_device(device: object) -> Iterator[None]:
   """Makes a GPU's context current on this thread, which selecting the GPU does not."""
   with torch.cuda.device(device):
     torch.cuda.synchronize()
@@ -161,7 +161,7 @@ def _driver() -> Any:
   return ctypes.CDLL('libcuda.so.1')
 
 
-def _call_driver(name: str, *arguments: Any) -> None:
+def _call_driver(name: str, *arguments: object) -> None:
   """Calls CUDA's driver; raises GpuMemoryError with the name of its error."""
   status = getattr(_driver(), name)(*arguments)
   if status:

@@ -40,7 +40,7 @@ class ChecksummedTransfer:
     self._digest = TensorDigest()
     super().start_weight_update()  # pyright: ignore
 
-  def receive_weights(self, update_info: Any) -> None:
+  def receive_weights(self, update_info: object) -> None:
     """Loads tensors into the model and adds them to the digest."""
     model = self.model
     self.model = _ChecksummedModel(model, self._digest)

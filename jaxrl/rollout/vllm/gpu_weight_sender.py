@@ -153,7 +153,7 @@ class TransferClient:
     """Opens an update in all engines."""
     self._call('begin_update')
 
-  def update_weights(self, update_info: Any) -> None:
+  def update_weights(self, update_info: object) -> None:
     """Tells all engines where a part of the weights is."""
     self._call('update', [(update_info,) for _ in self._targets])
 

@@ -68,7 +68,11 @@ class VllmStatLogger(StatLoggerBase):
     self._stats = stats
 
   def record(
-    self, scheduler_stats: Any, iteration_stats: Any, *args: Any, **kwargs: Any
+    self,
+    scheduler_stats: object,
+    iteration_stats: object,
+    *args: object,
+    **kwargs: object,
   ) -> None:
     """Records a step; vLLM calls it after each one."""
     if iteration_stats is not None:

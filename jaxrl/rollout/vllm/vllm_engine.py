@@ -91,7 +91,7 @@ class VllmEngine(EngineBase):
     max_length: int = 1024,
     dtype: str = 'float32',
     transfer: str = PULL_BACKEND,
-    **options: Any,
+    **options: object,
   ):
     vllm_options.check_vllm_options(options, 'vllm')
     if current_platform.is_tpu():
@@ -146,7 +146,7 @@ class VllmEngine(EngineBase):
       **options,
     )
 
-  def _start_vllm(self, **options: Any) -> AsyncLLM:
+  def _start_vllm(self, **options: object) -> AsyncLLM:
     """Starts vLLM with options of `AsyncEngineArgs`."""
     try:
       return AsyncLLM.from_engine_args(
@@ -289,7 +289,7 @@ class VllmEngine(EngineBase):
 
   # ---- an update in steps, as `GpuWeightSender` calls them
 
-  async def init_transfer(self, info: Mapping[str, Any]) -> None:
+  async def init_transfer(self, info: Mapping[str, object]) -> None:
     """Initializes the transfer engines of vLLM's workers.
 
     Args:
@@ -305,7 +305,7 @@ class VllmEngine(EngineBase):
       await self._llm.pause_generation(mode='keep', clear_cache=False)
       await self._llm.start_weight_update()
 
-  async def update(self, info: Any) -> None:
+  async def update(self, info: object) -> None:
     """Loads weights into vLLM's workers.
 
     Args:

@@ -1,18 +1,19 @@
 """Prompts with images, in the form that vLLM takes them."""
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from jaxrl.models.vision import image_places
 from jaxrl.models.vision.patch_processor import PatchProcessor
+from jaxrl.options import Keywords
 from jaxrl.rollout.engine.engine_base import ImageError
+from jaxrl.types import Pixels
 
 
 def make_prompt(
-  processor: PatchProcessor, tokens: np.ndarray, images: Sequence[Any]
-) -> dict[str, Any]:
+  processor: PatchProcessor, tokens: np.ndarray, images: Sequence[Pixels]
+) -> Keywords:
   """Returns the fields of vLLM's `TokensPrompt` for a prompt with images.
 
   vLLM writes one placeholder as many times as an image has features, so that each run

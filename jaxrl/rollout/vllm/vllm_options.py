@@ -6,14 +6,19 @@ import importlib.util
 import pathlib
 import re
 import shutil
-from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
 
 from jaxrl.models import huggingface
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.options import ConfigError, unknown_name_error
+from jaxrl.options import (
+  ConfigError,
+  JsonObject,
+  Keywords,
+  OptionValues,
+  unknown_name_error,
+)
 from jaxrl.rollout.engine.engine_base import EngineTraits
 
 VLLM_TRAITS = EngineTraits(
@@ -56,7 +61,7 @@ RESERVED_OPTIONS = {
 
 
 def check_vllm_options(
-  options: Mapping[str, Any], where: str, known: frozenset[str] | None = None
+  options: OptionValues, where: str, known: frozenset[str] | None = None
 ) -> None:
   """Checks options for vLLM's engine by name.
 
@@ -206,7 +211,7 @@ def check_folder(folder: str | pathlib.Path) -> None:
     )
 
 
-def hf_overrides(config: ModelConfig) -> dict[str, Any]:
+def hf_overrides(config: ModelConfig) -> JsonObject:
   """Returns settings of a config.json under other names, by which vLLM reads them.
 
   Args:
@@ -264,8 +269,8 @@ def check_cpu_head_size(config: ModelConfig) -> None:
 
 
 def cpu_options(
-  config: ModelConfig, options: Mapping[str, Any], cache_bytes: int
-) -> dict[str, Any]:
+  config: ModelConfig, options: OptionValues, cache_bytes: int
+) -> Keywords:
   """Returns a user's options, complemented for vLLM's CPU build.
 
   On processors with AMX, vLLM 0.32 prefers a backend for latent attention that supports
@@ -276,7 +281,7 @@ def cpu_options(
     options: The options that the user has set, by name.
     cache_bytes: Memory for keys and values.
   """
-  defaults: dict[str, Any] = {
+  defaults: Keywords = {
     'enforce_eager': True,
     'kv_cache_memory_bytes': cache_bytes,
   }

@@ -69,7 +69,7 @@ class PullTransferEngine(WeightTransferEngine[PullInitInfo, PullUpdateInfo]):
   init_info_cls = PullInitInfo
   update_info_cls = PullUpdateInfo
 
-  def __init__(self, *args: Any):
+  def __init__(self, *args: object):
     """Passes vLLM's arguments on."""
     super().__init__(*args)
     self._config = huggingface.load_config(self.model_config.model)

@@ -23,6 +23,7 @@ import struct
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from jaxrl.options import JsonObject
 from jaxrl.rollout.weights.shards import SAFETENSORS_DTYPES, Region
 from jaxrl.rollout.weights.transport import Buffer, CorruptWeightsError
 
@@ -125,7 +126,7 @@ class Manifest:
     return encode_record({**header, 'digest': self.digest, 'regions': regions})
 
   @classmethod
-  def decode(cls, data: Any) -> 'Manifest':
+  def decode(cls, data: object) -> 'Manifest':
     """Returns the manifest that `encode` gave as `data`.
 
     Raises:
@@ -163,7 +164,7 @@ def _encode_chunk(chunk: Chunk) -> list[Any]:
   return [chunk.start, chunk.count, chunk.digest, *encoded]
 
 
-def _decode_region(entry: dict[str, Any]) -> tuple[Region, tuple[Chunk, ...]]:
+def _decode_region(entry: JsonObject) -> tuple[Region, tuple[Chunk, ...]]:
   entries = entry.pop('chunks')
   shape, offset, extent = (tuple(entry[k]) for k in ('shape', 'offset', 'extent'))
   region = Region(entry['name'], entry['dtype'], shape, offset, extent)
@@ -189,7 +190,7 @@ def _decode_region(entry: dict[str, Any]) -> tuple[Region, tuple[Chunk, ...]]:
   return region, tuple(chunks)
 
 
-def encode_record(body: Any) -> bytes:
+def encode_record(body: object) -> bytes:
   """Returns `body` as JSON that contains its own checksum."""
   text = json.dumps(body, separators=(',', ':')).encode()
   return b'{"checksum":"' + checksum(text).encode() + b'","body":' + text + b'}\n'
@@ -273,7 +274,7 @@ class BlobPacker:
     self._number = 0
     self._size = 0
     self._reserved = 0
-    self._entries: dict[str, Any] = {}
+    self._entries: dict[str, JsonObject] = {}
     self._parts: list[Buffer] = []
 
   def reserve(self, size: int, itemsize: int) -> Blob | None:

@@ -7,13 +7,12 @@ what a learner's process publishes, and what engines assemble into parameters.
 import dataclasses
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
 
 import jax
 import ml_dtypes  # noqa: F401  (numpy learns its dtypes by name from this)
 import numpy as np
 
-from jaxrl.types import Params
+from jaxrl.types import AnyArray, Params, PyTree
 
 Window = tuple[slice, ...]
 SAFETENSORS_DTYPES = {  # the dtypes that weights may have, and their safetensors names
@@ -106,13 +105,13 @@ def as_uint_view(array: np.ndarray) -> np.ndarray:
   return array.reshape(-1).view(f'u{array.dtype.itemsize}')
 
 
-def flatten(params: Params) -> dict[str, Any]:
+def flatten(params: Params) -> dict[str, AnyArray]:
   """Returns the leaves of nested dicts by their dotted names.
 
   Raises:
     ValueError: The tree is made of something else, or a key is not a plain name.
   """
-  leaves: dict[str, Any] = {}
+  leaves: dict[str, AnyArray] = {}
   for path, leaf in jax.tree_util.tree_leaves_with_path(params):
     keys = [getattr(key, 'key', None) for key in path]
     if not all(isinstance(key, str) and key and '.' not in key for key in keys):
@@ -122,9 +121,9 @@ def flatten(params: Params) -> dict[str, Any]:
   return leaves
 
 
-def unflatten(leaves: Mapping[str, Any]) -> Params:
+def unflatten(leaves: Mapping[str, AnyArray]) -> Params:
   """Returns the nested dicts of dotted names; the inverse of `flatten`."""
-  tree: dict[str, Any] = {}
+  tree: dict[str, PyTree] = {}
   for name, leaf in leaves.items():
     *parents, last = name.split('.')
     node = tree
@@ -135,7 +134,7 @@ def unflatten(leaves: Mapping[str, Any]) -> Params:
 
 
 def make_region(
-  name: str, shape: Sequence[int], piece: Any, index: Window | None = None
+  name: str, shape: Sequence[int], piece: AnyArray, index: Window | None = None
 ) -> Region:
   """Returns the region that `piece` is of a parameter.
 

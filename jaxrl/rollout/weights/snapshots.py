@@ -7,7 +7,6 @@ before. All three return the same shards, to the bit.
 
 import dataclasses
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from jaxrl.rollout.weights.shards import (
   unflatten,
 )
 from jaxrl.rollout.weights.weight_store import cast_copy
-from jaxrl.types import Params
+from jaxrl.types import AnyArray, Params
 from kernels import dispatch
 from kernels.sparse_delta import Delta, extract, scatter
 
@@ -72,7 +71,7 @@ def snapshot(params: Params, dtype: str | None = None) -> list[Shard]:
   return shards
 
 
-def own_pieces(array: jax.Array) -> list[Any]:
+def own_pieces(array: jax.Array) -> list[AnyArray]:
   """Returns the addressable shards of `array` that this process has to send."""
   return [s for s in array.addressable_shards if s.replica_id == 0]
 
@@ -188,7 +187,7 @@ class DeviceDeltaSnapshot:
     self,
     name: str,
     leaf: jax.Array,
-    piece: Any,
+    piece: AnyArray,
     base: dict[Region, tuple[jax.Array, np.ndarray]],
   ) -> _ComparedPiece:
     data = piece.data
@@ -220,7 +219,7 @@ class DeviceDeltaSnapshot:
     return Shard(region, bits, base_bits=host_base, changed_indices=indices)
 
 
-def is_compared_on_device(size: int, dtype: Any) -> bool:
+def is_compared_on_device(size: int, dtype: np.dtype) -> bool:
   """Returns whether `DeviceDeltaSnapshot` keeps a shard of `size` on its device."""
   is_float = jnp.issubdtype(dtype, jnp.floating)
   return is_float and MIN_COMPARED_ELEMENTS <= size <= MAX_COMPARED_ELEMENTS

@@ -11,7 +11,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -37,7 +37,7 @@ from jaxrl.rollout.weights.shards import (
   overlap,
 )
 from jaxrl.rollout.weights.transport import CorruptWeightsError, Transport, WeightsError
-from jaxrl.types import Params
+from jaxrl.types import AnyArray, Params
 
 HEARTBEAT_INTERVAL_S = 0.5  # between two signs of life while a version is read
 POLL_INTERVAL_S = 0.01  # between two looks for a newer version
@@ -289,7 +289,7 @@ class _PartReader:
         yield Shard(region, bits)
 
   def digest_of(
-    self, leaves: Mapping[str, Any], pool: concurrent.futures.ThreadPoolExecutor
+    self, leaves: Mapping[str, AnyArray], pool: concurrent.futures.ThreadPoolExecutor
   ) -> str:
     """Returns the digest of the regions as they are in `leaves`, by dotted name."""
     assert self._held is not None

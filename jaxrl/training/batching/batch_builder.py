@@ -8,7 +8,6 @@ minibatches (one optimizer update each) and micro-batches (one gradient each).
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 from jax.sharding import Mesh
@@ -17,7 +16,7 @@ from jaxrl.functional import losses
 from jaxrl.functional.components import component_info
 from jaxrl.group_stats import number_episodes
 from jaxrl.models.model_config import VisionConfig
-from jaxrl.training.batching.packing_plan import PackShape
+from jaxrl.training.batching.packing_plan import BatchIndex, PackingPlan, PackShape
 from jaxrl.types import MAX_REWARD_TERMS, Algorithm, Batch, Group, Trajectory
 
 ROUTED_EXPERTS_KEY = (
@@ -127,7 +126,7 @@ class BatchBuilder:
 
   def build_batch(
     self, groups: Sequence[Group], step: int
-  ) -> tuple[Batch, BatchShape, list[Any]]:
+  ) -> tuple[Batch, BatchShape, Sequence[BatchIndex]]:
     """Builds the batch of a step.
 
     Args:
@@ -156,20 +155,22 @@ class BatchBuilder:
     shape = dataclasses.replace(shape, length=batch.tokens.shape[1])
     return batch, self._shape_of(shape, batch), indices
 
-  def device_index(self, mesh: Mesh, shape: BatchShape, index: Any) -> Any:
+  def device_index(
+    self, mesh: Mesh, shape: BatchShape, index: BatchIndex
+  ) -> BatchIndex:
     """Returns the row indices of an update as the compiled train step takes them."""
     del mesh, shape
     return index
 
   def scoring_arguments(
-    self, mesh: Mesh, batch: Batch, shape: BatchShape, indices: list[Any]
-  ) -> tuple[Any, ...]:
+    self, mesh: Mesh, batch: Batch, shape: BatchShape, indices: Sequence[BatchIndex]
+  ) -> tuple[PackingPlan, ...]:
     """Returns further arguments of the compiled advantage step."""
     del mesh, batch, shape, indices
     return ()
 
   def packing_metrics(
-    self, batch: Batch, shape: BatchShape, indices: Sequence[Any]
+    self, batch: Batch, shape: BatchShape, indices: Sequence[BatchIndex]
   ) -> dict[str, float]:
     """Returns metrics of how full packed rows are; none if rows are not packed."""
     del batch, shape, indices
@@ -399,7 +400,7 @@ def _collate_rows(
     padded[: len(rows)] = ids
     return padded
 
-  def optional_field(name: str, default: Any) -> np.ndarray | None:
+  def optional_field(name: str, default: float | np.float32) -> np.ndarray | None:
     values = np.full(count, default)
     values[: len(rows)] = [getattr(row, name) for row in rows]
     return values if (values != default).any() else None

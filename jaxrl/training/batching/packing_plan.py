@@ -8,7 +8,7 @@ has the options of packing and the `PackingPlan` that the compiled steps read;
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxrl.component_table import Component, ComponentTable
 from jaxrl.options import ConfigError
 from jaxrl.training.parallelism import sharding
-from jaxrl.types import PackedRows, TokenTree
+from jaxrl.types import AnyArray, PackedRows, TokenTree
 
 # By default a packed row is as long as this many of the longest sequences.
 SEQUENCES_PER_ROW = 4
@@ -145,19 +145,19 @@ class PackingPlan:
       if it follows from `output_origin`.
   """
 
-  index: Any
-  micro_batch_rows: Any
-  num_micro_batches: Any
-  origin: Any
-  segment_ids: Any
-  positions: Any
-  prefix_ids: Any = None
-  output_origin: Any = None
-  previous: Any = None
-  ends: Any = None
-  place: Any = None
+  index: AnyArray
+  micro_batch_rows: AnyArray
+  num_micro_batches: AnyArray
+  origin: AnyArray
+  segment_ids: AnyArray
+  positions: AnyArray
+  prefix_ids: AnyArray = None
+  output_origin: AnyArray = None
+  previous: AnyArray = None
+  ends: AnyArray = None
+  place: AnyArray = None
 
-  def packed_rows(self, i: jax.Array, length: int) -> PackedRows:
+  def packed_rows(self, i: jax.Array | int, length: int) -> PackedRows:
     """Returns the packed rows of one micro-batch.
 
     Args:
@@ -190,6 +190,9 @@ class PackingPlan:
       positions=self.positions[i],
       place=place.reshape(-1, length),
     )
+
+
+BatchIndex = np.ndarray | PackingPlan  # rows of an update, or where they lie
 
 
 def most_sequences_per_row(sequences: int, length: int, longest: int) -> int:

@@ -6,7 +6,6 @@ devices.
 
 import dataclasses
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -86,7 +85,7 @@ class ContextParallel:
     *,
     prefix_ids: jax.Array | None = None,
     positions: jax.Array | None = None,
-    **rules: Any,
+    **rules: object,
   ) -> jax.Array:
     """Computes attention as `kernels.attention.attention` does, on sharded arrays.
 

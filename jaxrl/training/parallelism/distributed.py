@@ -6,13 +6,13 @@ order, with the same host arrays.
 
 import functools
 import socket
-from typing import Any
 
 import jax
 import numpy as np
 from jax.extend import backend
 
 from jaxrl.training.parallelism import sharding
+from jaxrl.types import AnyArray, PyTree
 
 
 def find_free_address(host: str) -> str:
@@ -62,7 +62,7 @@ def _bind_gloo(address: str) -> None:
   backend.register_backend_factory('cpu', client, priority=0, fail_quietly=False)
 
 
-def gather_to_host(tree: Any) -> Any:
+def gather_to_host(tree: PyTree) -> PyTree:
   """Copies whole arrays to the host, in every process.
 
   Args:
@@ -72,7 +72,7 @@ def gather_to_host(tree: Any) -> Any:
     The tree with numpy arrays.
   """
 
-  def gather(x: Any) -> np.ndarray:
+  def gather(x: AnyArray) -> np.ndarray:
     if isinstance(x, jax.Array) and not x.is_fully_addressable:
       # It may be offloaded to host memory.
       x = jax.device_put(x, x.sharding.with_memory_kind('device'))

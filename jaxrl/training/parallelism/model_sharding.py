@@ -2,7 +2,6 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -10,8 +9,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.options import ConfigError
+from jaxrl.options import ConfigError, Keywords
 from jaxrl.training.parallelism.sharding import LOGICAL_AXIS_RULES, ShardingConstraint
+from jaxrl.types import Params, PyTree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,8 +28,8 @@ class PerDevice:
   mesh: Mesh
 
   def __call__(
-    self, function: Callable[..., Any], params: Any, *arrays: jax.Array
-  ) -> Any:
+    self, function: Callable[..., PyTree], params: Params, *arrays: jax.Array
+  ) -> PyTree:
     """Returns `function(params, *arrays)`.
 
     Args:
@@ -56,7 +56,7 @@ def on_mesh(model: TransformerLM, mesh: Mesh) -> TransformerLM:
     model: The model.
     mesh: The devices that it will run on.
   """
-  changes: dict[str, Any] = {'constrain': ShardingConstraint(mesh)}
+  changes: Keywords = {'constrain': ShardingConstraint(mesh)}
   if hasattr(model, 'platform'):
     changes['platform'] = mesh.devices.flat[0].platform
   if getattr(model, 'kept_bytes', 0) is None and changes['platform'] == 'gpu':

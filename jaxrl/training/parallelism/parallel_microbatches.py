@@ -21,7 +21,7 @@ from jaxrl.options import ConfigError
 from jaxrl.training import forward_pass
 from jaxrl.training.batch_fields import HParams
 from jaxrl.training.batching.packing_plan import PackingPlan
-from jaxrl.training.train_state import StepSpec, TrainState
+from jaxrl.training.train_state import AlgorithmState, StepSpec, TrainState
 from jaxrl.training.train_step import (
   MinibatchContext,
   begin_minibatch,
@@ -29,7 +29,7 @@ from jaxrl.training.train_step import (
   micro_batch_grad_fn,
   needs_rescoring,
 )
-from jaxrl.types import Array, Batch, Params
+from jaxrl.types import Array, Batch, Params, PyTree
 
 # Each further one holds the activations of a micro-batch and another sum of gradients.
 MAX_PARALLEL = 2
@@ -110,7 +110,7 @@ class ParallelTrainStep:
       *_flatten((state, (total,) * num_parallel, hparams, minibatch.algorithm_state)),
     )
 
-  def _begin_index(self, plan: PackingPlan) -> Any:
+  def _begin_index(self, plan: PackingPlan) -> PackingPlan | Array:
     """Returns the rows of a plan, or all of it if the minibatch is rescored."""
     return plan if self._needs_rescoring else plan.index
 
@@ -122,7 +122,7 @@ class ParallelTrainStep:
     minibatch, totals = self._begin(state, batch, index, hparams)
     num_micro_batches = int(plan.num_micro_batches)
 
-    def run(thread: int) -> Any:
+    def run(thread: int) -> PyTree:
       total = totals[thread]
       for i in range(thread, num_micro_batches, self._num_parallel):
         total = self._add_micro_batch(
@@ -135,7 +135,7 @@ class ParallelTrainStep:
     return self._finish(state, totals, hparams, minibatch.algorithm_state)
 
 
-def _flatten(tree: Any) -> tuple[tuple, Any]:
+def _flatten(tree: PyTree) -> tuple[tuple, Any]:
   """Flattens a tree to hashable arguments of a cached function."""
   leaves, treedef = jax.tree.flatten(tree)
   return tuple(leaves), treedef
@@ -147,7 +147,7 @@ def _zero_grads(
   minibatch: MinibatchContext,
   plan: PackingPlan,
   hparams: HParams,
-) -> Any:
+) -> PyTree:
   """Returns the gradient and metric sums over no micro-batches."""
   grad_fn = micro_batch_grad_fn(spec, params, minibatch.shared, hparams)
   trained = lora.trainable_params(spec.model.config, params)
@@ -168,10 +168,10 @@ def _compile_begin(
   total_treedef: Any,
   argument_leaves: tuple,
   argument_treedef: Any,
-) -> Any:
+) -> jax.stages.Compiled:
   """Compiles (state, batch, index, hparams) → (minibatch, zero sums per thread)."""
 
-  def begin(*arguments: Any) -> tuple[MinibatchContext, tuple]:
+  def begin(*arguments: PyTree) -> tuple[MinibatchContext, tuple]:
     zeros = [jnp.zeros(x.shape, x.dtype) for x in total_leaves]
     minibatch = begin_minibatch(spec, *arguments)
     return minibatch, (jax.tree.unflatten(total_treedef, zeros),) * num_parallel
@@ -181,7 +181,7 @@ def _compile_begin(
 
 
 @functools.lru_cache(maxsize=64)
-def _compile_finish(spec: StepSpec, leaves: tuple, treedef: Any) -> Any:
+def _compile_finish(spec: StepSpec, leaves: tuple, treedef: Any) -> jax.stages.Compiled:
   """Compiles (state, sums, hparams, algorithm_state) → (state, metrics).
 
   It donates the state.
@@ -192,13 +192,13 @@ def _compile_finish(spec: StepSpec, leaves: tuple, treedef: Any) -> Any:
 
 def _add_micro_batch(
   spec: StepSpec,
-  total: Any,
+  total: PyTree,
   params: Params,
   minibatch: MinibatchContext,
   plan: PackingPlan,
   hparams: HParams,
   i: Array,
-) -> Any:
+) -> PyTree:
   """Adds the gradients and metrics of micro-batch `i` to `total`."""
   grad_fn = micro_batch_grad_fn(spec, params, minibatch.shared, hparams)
   grads = forward_pass.micro_batch_grads(
@@ -212,7 +212,7 @@ def _finish(
   state: TrainState,
   totals: tuple,
   hparams: HParams,
-  algorithm_state: dict[str, Any],
+  algorithm_state: AlgorithmState,
 ) -> tuple[TrainState, dict[str, Array]]:
   grads, sums = jax.tree.map(lambda *x: sum(x[1:], x[0]), *totals)
   return finish_minibatch(spec, state, grads, sums, hparams, algorithm_state)

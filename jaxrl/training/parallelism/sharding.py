@@ -7,16 +7,17 @@ functions here turn these names into shardings and constraints.
 import dataclasses
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, Sharding
 from jax.sharding import PartitionSpec as P
+from jax.tree_util import KeyPath
 
 from jaxrl.options import ConfigError
-from jaxrl.types import Params
+from jaxrl.types import AnyArray, Params, PyTree
 
 if TYPE_CHECKING:
   from kernels.fused_logprobs import LogprobShards
@@ -56,7 +57,7 @@ def replicated(mesh: Mesh) -> NamedSharding:
   return NamedSharding(mesh, P())
 
 
-def put_array(x: Any, layout: Sharding, *, copy: bool = False) -> jax.Array:
+def put_array(x: AnyArray, layout: Sharding, *, copy: bool = False) -> jax.Array:
   """Copies an array to the devices.
 
   If the sharding spans processes, each of them must have the same `x`. This is not
@@ -95,7 +96,9 @@ def params_sharding(mesh: Mesh | AbstractMesh, axes: Params, shapes: Params) -> 
     ConfigError: The mesh does not divide an axis.
   """
 
-  def shard(path: Any, names: tuple[str | None, ...], leaf: Any) -> NamedSharding:
+  def shard(
+    path: KeyPath, names: tuple[str | None, ...], leaf: AnyArray
+  ) -> NamedSharding:
     param_name = jax.tree_util.keystr(path, simple=True, separator='.')
     return NamedSharding(
       mesh,
@@ -114,7 +117,7 @@ def params_sharding(mesh: Mesh | AbstractMesh, axes: Params, shapes: Params) -> 
 
 def _mesh_axes(
   mesh: Mesh | AbstractMesh, name: str | None, size: int, param_name: str
-) -> Any:
+) -> PyTree:
   """Returns the mesh axes for an array axis; drops later ones that do not divide it."""
   axes = [
     axis for axis in LOGICAL_AXIS_RULES.get(name or '', ()) if mesh.shape[axis] > 1
