@@ -279,6 +279,17 @@ def test_what_is_no_http(served, caplog):
   served(work)
 
 
+def test_a_body_that_does_not_end_is_not_waited_for(served, monkeypatch):
+  monkeypatch.setitem(SIZES, 'body_timeout', 0.3)
+  slow = b'POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-key\r\n'
+
+  async def work(sender, server):
+    data = slow + b'Content-Length: 99\r\n\r\n{'
+    assert (await broken_http.send(sender.url, data))[0] == 408
+
+  served(work)
+
+
 def test_the_other_apis_answer_errors_in_their_own_form(served, checkpoint):
   """Without the key nobody learns which model or checkpoint there is."""
   auth = {'Authorization': 'Bearer tml-key'}
