@@ -357,7 +357,7 @@ def parse_body(data: bytes, kind: type[T]) -> T:
   """
   try:
     return msgspec.json.decode(data or b'{}', type=kind)
-  except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+  except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
     raise RequestError(f'the body is not valid: {str(error)[:300]}') from error
 
 
