@@ -254,7 +254,7 @@ def _parse_tool_choice(choice: Any, tools: list[dict[str, Any]]) -> tuple[str, .
   if choice != 'required':
     function = choice.get('function') if isinstance(choice, dict) else None
     name = function.get('name') if isinstance(function, dict) else None
-    if name is None:
+    if name is None or function is None:
       raise invalid_field(
         'tool_choice',
         "'auto', 'none', 'required' or one function is needed",
