@@ -316,6 +316,11 @@ def unstack(config: ModelConfig, params: Params) -> Params:
   return params | {'layers': tuple(cut)}
 
 
+def without_stack(params: Params) -> Params:
+  """Returns parameters without their stack of layers; a tuple of layers stays."""
+  return {k: x for k, x in params.items() if k != 'layers' or isinstance(x, tuple)}
+
+
 def unstack_by_layer(config: ModelConfig, params: Params) -> Params:
   """Does what `unstack` does, by a compiled program for each kind of layer.
 

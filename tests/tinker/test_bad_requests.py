@@ -279,6 +279,36 @@ def test_what_is_no_http(served, caplog):
   served(work)
 
 
+def test_texts_that_are_no_utf8(served):
+  auth = {'Authorization': 'Bearer tml-key'}
+  broken = b'{"sdk_version": "\xff", "model_id": "\xff", "model": "\xff"}'
+
+  async def work(sender, server):
+    for path in ('create_session', 'get_info', 'optim_step'):
+      answer = await sender.send('POST', f'/api/v1/{path}', broken)
+      assert sender.statuses[-1] == 400 and 'utf-8' in answer['detail']
+    for path in ('chat/completions', 'responses', 'messages', 'completions'):
+      answer = await sender.send('POST', f'/v1/{path}', broken, auth)
+      assert sender.statuses[-1] == 400 and 'utf-8' in answer['error']['message']
+    # A mark of the byte order is none of the text, and the model is read after it.
+    data = b'\xef\xbb\xbf{"model": "tinker://a/sampler_weights/b", "prompt": "x"}'
+    await sender.send('POST', '/v1/completions', data, auth)
+    assert sender.statuses[-1] == 404
+
+  served(work)
+
+
+def test_a_body_that_does_not_end_is_not_waited_for(served, monkeypatch):
+  monkeypatch.setitem(SIZES, 'body_timeout', 0.3)
+  slow = b'POST /api/v1/optim_step HTTP/1.1\r\nHost: x\r\nX-API-Key: tml-key\r\n'
+
+  async def work(sender, server):
+    data = slow + b'Content-Length: 99\r\n\r\n{'
+    assert (await broken_http.send(sender.url, data))[0] == 408
+
+  served(work)
+
+
 def test_the_other_apis_answer_errors_in_their_own_form(served, checkpoint):
   """Without the key nobody learns which model or checkpoint there is."""
   auth = {'Authorization': 'Bearer tml-key'}

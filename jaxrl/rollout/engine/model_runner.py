@@ -261,12 +261,11 @@ class ModelRunner:
     Returns:
       Parameters for `prefill` and `decode`.
     """
-    if copy and not is_transfer(params):
-      is_cut = isinstance(params['layers'], tuple)  # a stack is copied as it is cut
-      params |= cast_copy({k: params[k] for k in params if is_cut or k != 'layers'})
+    if copy and not is_transfer(params):  # a stack of layers is copied as it is cut
+      params = params | cast_copy(layer_stack.without_stack(params))
     params = jax.device_put(params, self._sharding)
-    params = self._arrange(self._merge(params) if is_transfer(params) else params)
-    return jax.block_until_ready(params) if copy else params
+    params = self._merge(params) if is_transfer(params) else params
+    return jax.block_until_ready(self._arrange(params))
 
   def warmup(self, params: Params) -> None:
     """Compiles every program, on a state that is then dropped.

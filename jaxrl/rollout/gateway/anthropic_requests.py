@@ -19,6 +19,7 @@ from jaxrl.rollout.gateway.generation_request import (
 )
 from jaxrl.rollout.gateway.openai_requests import check_fields, parse_chat
 from jaxrl.rollout.gateway.request_cache import RequestCache
+from jaxrl.rollout.gateway.typed_bodies import BodyPart
 from jaxrl.types import Message
 
 API_VERSIONS = ('2023-06-01', '2026-10-21')  # what is read here is the same in both
@@ -31,12 +32,16 @@ READ_FIELDS = frozenset(
 )
 # Fields that would change the reply, with the values that leave it as it is.
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
+  'billing_policy': (),
+  'compaction': (),
   'container': (),
   'context_management': ({},),
+  'fallback_credit_token': (),
   'fallbacks': ([],),
   'mcp_servers': ([],),
   'output_format': (),
   'speed': ('standard',),
+  'thread': (),
 }
 IDLE_FIELDS = frozenset(
   (
@@ -66,69 +71,89 @@ ERROR_MARK = 'Error: '  # before the content of a tool result with is_error
 _CHOICES = {'auto': 'auto', 'none': 'none', 'any': 'required'}
 
 
-class _Text(msgspec.Struct, tag='text'):
+class _Text(BodyPart, tag='text'):
   text: str
+  cache_control: Any = None
+  citations: Any = None
 
 
-class _Base64Source(msgspec.Struct, tag='base64'):
+class _Base64Source(BodyPart, tag='base64'):
   media_type: Literal['image/png', 'image/jpeg', 'image/gif', 'image/webp']
   data: str
 
 
-class _Image(msgspec.Struct, tag='image'):
+class _Transformations(BodyPart):
+  oversized_image: Literal['downsize'] | None = None
+
+
+class _Image(BodyPart, tag='image'):
   source: _Base64Source
+  cache_control: Any = None
+  transformations: _Transformations | None = None
 
 
-class _Thinking(msgspec.Struct, tag='thinking'):
+class _Thinking(BodyPart, tag='thinking'):
   thinking: str
+  signature: Any = None
 
 
-class _ToolUse(msgspec.Struct, tag='tool_use'):
+class _ToolUse(BodyPart, tag='tool_use'):
   id: str
   name: str
   input: JsonObject
+  cache_control: Any = None
+  caller: Any = None
+  toolset_name: None = None
 
 
-class _ToolResult(msgspec.Struct, tag='tool_result'):
+class _ToolResult(BodyPart, tag='tool_result'):
   tool_use_id: str
   content: str | list[_Text | _Image] | None = None
   is_error: bool | None = None
+  cache_control: Any = None
+  toolset_name: None = None
 
 
-class _Entry(msgspec.Struct):
+class _Entry(BodyPart):
   role: Literal['user', 'assistant', 'system']
   content: str | list[_Text | _Image | _Thinking | _ToolUse | _ToolResult]
 
 
-class _Tool(msgspec.Struct):
+class _Tool(BodyPart):
   name: str
   input_schema: JsonObject
   description: str | None = None
   type: Literal['custom'] | None = None
+  allowed_callers: list[Literal['direct']] | None = None
+  cache_control: Any = None
   defer_loading: bool | None = None
+  eager_input_streaming: Any = None
   input_examples: Annotated[list[Any], Meta(max_length=0)] | None = None
+  strict: Any = None
 
 
-class _ToolChoice(msgspec.Struct):
+class _ToolChoice(BodyPart):
   type: Literal['auto', 'any', 'none', 'tool']
   name: str | None = None
   disable_parallel_tool_use: bool | None = None
 
 
-class _ThinkingOptions(msgspec.Struct):
+class _ThinkingOptions(BodyPart):
   type: Literal['enabled', 'disabled', 'adaptive']
+  block_binding: None = None
   budget_tokens: Annotated[int, Meta(ge=1)] | None = None
   display: Literal['summarized'] | None = None
 
 
-class _OutputFormat(msgspec.Struct):
+class _OutputFormat(BodyPart):
   type: Literal['json_schema']
   schema: JsonObject
 
 
-class _OutputOptions(msgspec.Struct):
+class _OutputOptions(BodyPart):
   effort: str | None = None
   format: _OutputFormat | None = None
+  task_budget: None = None
 
 
 class MessagesBody(msgspec.Struct):
@@ -209,7 +234,14 @@ def error_body(error: ApiError) -> JsonObject:
   """
   default = 'api_error' if error.status >= 500 else 'invalid_request_error'
   kind = _ERROR_TYPES.get(error.status, default)
-  return {'type': 'error', 'error': {'type': kind, 'message': str(error)}}
+  fields: dict[str, Any] = {'type': kind, 'message': str(error)}
+  if error.param == 'thread':  # clients then send whole conversations
+    unsupported = {
+      'error_code': 'thread_unsupported_request',
+      'unsupported': ['thread'],
+    }
+    fields['details'] = unsupported
+  return {'type': 'error', 'error': fields}
 
 
 def check_version(version: str | None) -> None:

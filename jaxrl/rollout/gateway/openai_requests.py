@@ -5,6 +5,7 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 from jaxrl.data.chat_tokenizer import has_images
+from jaxrl.data.model_text.chat_template import THOUGHT_KEYS
 from jaxrl.data.row_sources import DataError
 from jaxrl.data.rows import chat_messages
 from jaxrl.options import JsonObject, Keywords, closest_match
@@ -105,6 +106,20 @@ READ_FIELDS = frozenset(
     *('top_k', 'top_logprobs', 'top_p'),
   )
 )
+# The same of a message and of the parts of its content. Some clients send back all that
+# they made of a reply, as `parsed` of OpenAI's and what LiteLLM adds.
+_MESSAGE_READ = ('content', 'from', 'function_call', 'name', 'role', 'tool_call_id')
+_MESSAGE_READ = (*_MESSAGE_READ, 'tool_calls', 'value', *THOUGHT_KEYS)
+_MESSAGE_NEUTRAL: dict[str, tuple[Any, ...]] = {
+  'audio': (),
+  'refusal': ('',),
+  'train': (1,),
+  'weight': (1,),
+}
+_MESSAGE_IDLE = ('annotations', 'cache_control', 'parsed', 'provider_specific_fields')
+_MESSAGE_IDLE = (*_MESSAGE_IDLE, 'reasoning_details', 'thinking_blocks')
+_PART_READ = ('image', 'image_url', 'reasoning', 'text', 'thinking', 'type')
+_PART_IDLE = ('annotations', 'cache_control', 'detail', 'prompt_cache_breakpoint')
 MAX_IMAGES = 64  # of a request
 MAX_TOP_LOGPROBS = 20  # of OpenAI's API
 
@@ -239,12 +254,14 @@ def _parse_tool_choice(choice: object, tools: list[JsonObject]) -> tuple[str, ..
   if choice != 'required':
     function = choice.get('function') if isinstance(choice, dict) else None
     name = function.get('name') if isinstance(function, dict) else None
-    if name is None:
+    if name is None or function is None:
       raise invalid_field(
         'tool_choice',
         "'auto', 'none', 'required' or one function is needed",
         'unsupported_value',
       )
+    check_fields(choice, ('function', 'type'), {}, (), 'tool_choice.')
+    check_fields(function, ('name',), {}, (), 'tool_choice.function.')
     names = [one for one in names if one == name]
   if not names:
     raise invalid_field('tool_choice', 'there is no such tool')
@@ -254,11 +271,16 @@ def _parse_tool_choice(choice: object, tools: list[JsonObject]) -> tuple[str, ..
 def _parse_response_format(value: Any) -> JsonObject | None:
   """Returns the JSON schema that a reply must have; None if it may be any text."""
   kind = value.get('type') if isinstance(value, dict) else None
-  if value is None or kind == 'text':
+  if value is None:
     return None
-  if kind == 'json_object':
-    return {'type': 'object'}
+  place, idle = 'response_format.', ('description', 'name', 'strict')
+  if kind in ('text', 'json_object'):
+    check_fields(value, ('type',), {}, (), place)
+    return None if kind == 'text' else {'type': 'object'}
   given = value.get('json_schema') if kind == 'json_schema' else None
+  if isinstance(given, dict):
+    check_fields(value, ('json_schema', 'type'), {}, (), place)
+    check_fields(given, ('schema',), {}, idle, f'{place}json_schema.')
   schema = given.get('schema') if isinstance(given, dict) else None
   if not isinstance(schema, dict):
     raise invalid_field(
@@ -325,12 +347,29 @@ def parse_client_messages(value: list[Any]) -> list[Message]:
     count = _num_images(value)
     if count > MAX_IMAGES:
       raise DataError(f'{count} images are too many: at most {MAX_IMAGES} are accepted')
+    for i, message in enumerate(value):
+      _check_message(message, f'messages[{i}].')
     messages = chat_messages.normalize_messages(value)
   except (DataError, TypeError, AttributeError) as error:
     raise invalid_field('messages', str(error)) from error
   if count and any(_lacks_image(message) for message in messages):
     raise invalid_field('messages', "an image needs image_url: {'url': 'data:…'}")
   return [_normalize(message) for message in messages]
+
+
+def _check_message(message: Any, place: str) -> None:
+  """Refuses what a message has that would be dropped."""
+  if not isinstance(message, Mapping):
+    return
+  check_fields(message, _MESSAGE_READ, _MESSAGE_NEUTRAL, _MESSAGE_IDLE, place)
+  content = message.get('content')
+  for i, part in enumerate(content if isinstance(content, list) else ()):
+    if isinstance(part, Mapping):
+      inner = f'{place}content[{i}].'
+      check_fields(part, _PART_READ, {}, _PART_IDLE, inner)
+      image = part.get('image_url')
+      if isinstance(image, Mapping):
+        check_fields(image, ('url',), {}, ('detail',), f'{inner}image_url.')
 
 
 def _num_images(value: list[Any]) -> int:
@@ -350,19 +389,23 @@ def _lacks_image(message: Message) -> bool:
 
 
 def _normalize(message: Message) -> Message:
-  """Drops empty fields and renames the role 'developer', which clients write freely.
-
-  OpenAI's client leaves the `index` that streams have in the calls that it returns.
-  """
+  """Drops empty fields and renames the role 'developer', which clients write freely."""
   fields = {k: v for k, v in message.items() if v or k == 'content'}
   if 'tool_calls' in fields:
-    fields['tool_calls'] = [
-      {k: v for k, v in call.items() if k != 'index'}
-      if isinstance(call, dict)
-      else call
-      for call in fields['tool_calls']
-    ]
+    fields['tool_calls'] = [_normalize_call(call) for call in fields['tool_calls']]
   return {**fields, 'role': 'system'} if fields['role'] == 'developer' else fields
+
+
+def _normalize_call(call: Any) -> Any:
+  """Drops what OpenAI's client adds: `index` in streams, and arguments as parsed."""
+  if not isinstance(call, Mapping):
+    return call
+  fields = {k: v for k, v in call.items() if k != 'index'}
+  function = fields.get('function')
+  if isinstance(function, Mapping):
+    own = {k: v for k, v in function.items() if k != 'parsed_arguments'}
+    fields['function'] = own
+  return fields
 
 
 def _parse_common_fields(body: JsonObject) -> Keywords:
@@ -380,6 +423,13 @@ def _parse_common_fields(body: JsonObject) -> Keywords:
   stream_options = body.get('stream_options') or {}
   if not isinstance(stream_options, dict):
     raise invalid_field('stream_options', 'an object is needed')
+  check_fields(
+    stream_options,
+    ('include_usage',),
+    {'continuous_usage_stats': (False,)},
+    ('include_obfuscation',),
+    'stream_options.',
+  )
   return {
     'n': _parse_number(body, 'n', int, 1, 128) or 1,
     'stream': _parse_flag(body, 'stream'),
@@ -399,14 +449,16 @@ def check_fields(
   read: Collection[str] = READ_FIELDS,
   neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_FIELDS,
   idle: Collection[str] = IDLE_FIELDS,
+  place: str = '',
 ) -> None:
   """Raises ApiError for a field that would be dropped although it means something.
 
   Args:
-    body: The fields of a request.
+    body: The fields of a request, or of a part of it.
     read: Fields that are honoured.
     neutral: Fields that are not, with the values that leave the reply as it is.
     idle: Fields that leave the reply as it is, whatever their value.
+    place: Where the part is, such as 'stream_options.'.
 
   Raises:
     ApiError: Names the field at fault.
@@ -417,12 +469,11 @@ def check_fields(
     if name not in neutral:
       near = closest_match(name, [*read, *neutral])
       hint = f'; did you mean {near!r}?' if near else ''
-      raise invalid_field(
-        name, f'this endpoint does not know the field{hint}', 'unknown_parameter'
-      )
+      message = f'this endpoint does not know the field{hint}'
+      raise invalid_field(f'{place}{name}', message, 'unknown_parameter')
     if value not in neutral[name]:
       message = f'{value!r} is not supported here'[:200]
-      raise invalid_field(name, message, 'unsupported_value')
+      raise invalid_field(f'{place}{name}', message, 'unsupported_value')
 
 
 def is_number(value: Any, kind: type, low: float, high: float) -> bool:

@@ -103,7 +103,8 @@ class ResponsesFormatter(FormatterBase):
     """Opens an item and, if it has content, its one part."""
     parts = item.pop('content', None)
     self._open = item if parts is None else item | {'content': parts}
-    shown = item if parts is None else item | {'content': []}
+    # Copies, here and of the part: the item itself grows before this is sent.
+    shown = dict(item) if parts is None else item | {'content': []}
     events = [
       self._event(
         'response.output_item.added', output_index=len(self._items), item=shown
@@ -111,7 +112,6 @@ class ResponsesFormatter(FormatterBase):
     ]
     if parts is not None:
       place = self._place() | {'content_index': 0}
-      # A copy: the part itself grows.
       part = dict(parts[0])
       events.append(self._event('response.content_part.added', **place, part=part))
     return events

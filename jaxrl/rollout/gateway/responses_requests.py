@@ -23,14 +23,15 @@ from jaxrl.rollout.gateway.generation_request import (
 )
 from jaxrl.rollout.gateway.openai_requests import check_fields, parse_chat
 from jaxrl.rollout.gateway.request_cache import RequestCache
+from jaxrl.rollout.gateway.typed_bodies import BodyPart
 from jaxrl.types import Message
 
 READ_FIELDS = frozenset(
   (
     *('chat_template_kwargs', 'include', 'input', 'instructions', 'max_output_tokens'),
-    *('parallel_tool_calls', 'previous_response_id', 'reasoning', 'return_token_ids'),
-    *('seed', 'stop', 'stream', 'stream_options', 'temperature', 'text', 'tool_choice'),
-    *('tools', 'top_k', 'top_logprobs', 'top_p'),
+    *('parallel_tool_calls', 'previous_response_id', 'prompt_cache_options'),
+    *('reasoning', 'return_token_ids', 'seed', 'stop', 'stream', 'stream_options'),
+    *('temperature', 'text', 'tool_choice', 'tools', 'top_k', 'top_logprobs', 'top_p'),
   )
 )
 # Fields that would change the reply, with the values that leave it as it is.
@@ -47,8 +48,7 @@ NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
 IDLE_FIELDS = frozenset(
   (
     *('access_programs', 'max_tool_calls', 'metadata', 'model', 'prompt_cache_key'),
-    *('prompt_cache_options', 'prompt_cache_retention', 'safety_identifier'),
-    *('service_tier', 'store', 'user'),
+    *('prompt_cache_retention', 'safety_identifier', 'service_tier', 'store', 'user'),
   )
 )
 # Names of fields in the chat API's errors.
@@ -80,66 +80,126 @@ _Include = Literal[
 _ITEM_ID = re.compile(r'(?:rs|msg|fc)_([0-9a-f]{12}-\d+)(?:_\d+)?')
 
 
-class _Text(msgspec.Struct, tag='input_text'):
+class _Text(BodyPart, tag='input_text'):
   text: str
+  prompt_cache_breakpoint: Any = None
 
 
-class _OutputText(msgspec.Struct, tag='output_text'):
+class _OutputText(BodyPart, tag='output_text'):
   text: str
+  annotations: Any = None
+  logprobs: Any = None
 
 
-class _Image(msgspec.Struct, tag='input_image'):
+class _Image(BodyPart, tag='input_image'):
   image_url: str
+  detail: Any = None
+  file_id: None = None
+  prompt_cache_breakpoint: Any = None
 
 
 _Content = str | list[_Text | _OutputText | _Image]
 
 
-class _MessageItem(msgspec.Struct, tag='message'):
+class _MessageItem(BodyPart, tag='message'):
   role: Literal['user', 'assistant', 'system', 'developer']
   content: _Content
   id: str | None = None
+  phase: Any = None
+  status: Any = None
 
 
-class _CallItem(msgspec.Struct, tag='function_call'):
+class _CallItem(BodyPart, tag='function_call'):
   call_id: str
   name: str
   arguments: str
   id: str | None = None
+  caller: Any = None
+  is_async: Any = msgspec.field(default=None, name='async')
+  namespace: None = None
+  status: Any = None
 
 
-class _OutputItem(msgspec.Struct, tag='function_call_output'):
+class _OutputItem(BodyPart, tag='function_call_output'):
   call_id: str
   output: _Content
+  id: Any = None
+  caller: Any = None
+  status: Any = None
 
 
-class _ThoughtText(msgspec.Struct):
+class _ThoughtText(BodyPart):
   text: str
+  type: Any = None
 
 
-class _ReasoningItem(msgspec.Struct, tag='reasoning'):
+class _ReasoningItem(BodyPart, tag='reasoning'):
   content: list[_ThoughtText] | None = None
   summary: list[_ThoughtText] | None = None
   encrypted_content: str | None = None
   id: str | None = None
+  status: Any = None
 
 
 _Item = _MessageItem | _CallItem | _OutputItem | _ReasoningItem
 
 
-class _FunctionTool(msgspec.Struct, tag='function'):
+class _FunctionTool(BodyPart, tag='function'):
   name: str
   parameters: JsonObject | None = None
   description: str | None = None
+  strict: Any = None
+  allowed_callers: list[Literal['direct']] | None = None
+  defer_loading: bool | None = None
+  is_async: bool | None = msgspec.field(default=None, name='async')
+  output_schema: None = None
+
+  def __post_init__(self) -> None:
+    if self.defer_loading:
+      self.refuse('defer_loading')
+    if self.is_async:
+      self.refuse('async')
 
 
-class _Reasoning(msgspec.Struct):
+class _ToolChoice(BodyPart):
+  type: Literal['function']
+  name: str
+
+
+class _Reasoning(BodyPart):
   effort: str | None = None
+  context: Literal['auto'] | None = None
+  generate_summary: Literal['auto'] | None = None
+  mode: Literal['standard'] | None = None
+  summary: Literal['auto'] | None = None
 
 
-class _TextOptions(msgspec.Struct):
-  format: JsonObject | None = None
+class _TextFormat(BodyPart):
+  type: Literal['text', 'json_object', 'json_schema']
+  schema: JsonObject | None = None
+  description: Any = None
+  name: Any = None
+  strict: Any = None
+
+
+class _TextOptions(BodyPart):
+  format: _TextFormat | None = None
   verbosity: Literal['medium'] | None = None
+
+
+class _StreamOptions(BodyPart):
+  include_obfuscation: bool | None = None
+
+
+class _CacheOptions(BodyPart):
+  prewarm: bool | None = None
+  comparison_response_id: Any = None
+  mode: Any = None
+  ttl: Any = None
+
+  def __post_init__(self) -> None:
+    if self.prewarm:
+      self.refuse('prewarm')
 
 
 class ResponsesBody(msgspec.Struct):
@@ -153,14 +213,15 @@ class ResponsesBody(msgspec.Struct):
   top_p: Annotated[float, Meta(ge=1e-6, le=1)] | None = None
   top_logprobs: Annotated[int, Meta(ge=0, le=20)] | None = None
   stream: bool | None = None
-  stream_options: JsonObject | None = None
+  stream_options: _StreamOptions | None = None
   parallel_tool_calls: bool | None = None
   tools: list[_FunctionTool] | None = None
-  tool_choice: str | JsonObject | None = None
+  tool_choice: str | _ToolChoice | None = None
   reasoning: _Reasoning | None = None
   text: _TextOptions | None = None
   include: list[_Include] | None = None
   metadata: dict[str, str] | None = None
+  prompt_cache_options: _CacheOptions | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,9 +323,9 @@ def _chat_body(body: JsonObject, fields: ResponsesBody) -> JsonObject:
   chat = {name: body[name] for name in (*names, *more) if name in body}
   if fields.top_logprobs:
     chat['logprobs'] = True
-  choice = fields.tool_choice
-  if isinstance(choice, dict) and choice.get('type') == 'function':
-    choice = {'type': 'function', 'function': {'name': choice.get('name')}}
+  choice: Any = fields.tool_choice
+  if isinstance(choice, _ToolChoice):
+    choice = {'type': 'function', 'function': {'name': choice.name}}
   return {
     **chat,
     'messages': [],
@@ -277,17 +338,19 @@ def _chat_body(body: JsonObject, fields: ResponsesBody) -> JsonObject:
 
 
 def _tool(tool: _FunctionTool) -> JsonObject:
-  described = msgspec.structs.asdict(tool)
-  function = {key: value for key, value in described.items() if value is not None}
+  function: JsonObject = {'name': tool.name}
+  if tool.parameters is not None:
+    function['parameters'] = tool.parameters
+  if tool.description is not None:
+    function['description'] = tool.description
   return {'type': 'function', 'function': function}
 
 
-def _response_format(given: JsonObject | None) -> JsonObject | None:
+def _response_format(given: _TextFormat | None) -> JsonObject | None:
   """Returns a text format in the form of the chat API."""
-  if given is None or given.get('type') != 'json_schema':
-    return given
-  schema = {key: value for key, value in given.items() if key != 'type'}
-  return {'type': 'json_schema', 'json_schema': schema}
+  if given is None or given.type != 'json_schema':
+    return given and {'type': given.type}
+  return {'type': 'json_schema', 'json_schema': {'schema': given.schema}}
 
 
 # ---- items

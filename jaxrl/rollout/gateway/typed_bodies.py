@@ -22,8 +22,31 @@ from jaxrl.types import Message
 
 T = TypeVar('T')
 _PLACE = re.compile(r' - at `\$\.?(.*)`$')
-_MISSING = re.compile(r'required field `(\w+)`')
+_FIELD = re.compile(r'(required|unknown|supported) field `(\w+)`')
+_CODES = {
+  'required': 'missing_required_parameter',
+  'unknown': 'unknown_parameter',
+  'supported': 'unsupported_value',
+}
 _IMAGE_TYPES = ('image', 'input_image', 'image_url')
+
+
+class BodyPart(msgspec.Struct, forbid_unknown_fields=True):
+  """A part of a body: what it has beside the fields that are declared is refused.
+
+  Fields that are declared as Any leave the reply as it is, whatever their value.
+  """
+
+  def refuse(self, name: str) -> None:
+    """Refuses a field for its value, while a part is checked.
+
+    Args:
+      name: The field's name in the body.
+
+    Raises:
+      ValueError: Always; `check_model` makes an ApiError of it.
+    """
+    raise ValueError(f'this value of the supported field `{name}` is not supported')
 
 
 def check_model(value: object, model: type[T], place: str = '') -> T:
@@ -45,15 +68,15 @@ def check_model(value: object, model: type[T], place: str = '') -> T:
   except msgspec.ValidationError as error:
     text = str(error)
     found = _PLACE.search(text)
-    missing = _MISSING.search(text)
-    places = [place, found[1] if found else '', missing[1] if missing else '']
+    named = _FIELD.search(text)
+    places = [place, found[1] if found else '', named[2] if named else '']
     field = '.'.join(one for one in places if one)
     message = _PLACE.sub('', text)[:200]
-    if message.startswith('Invalid'):  # it is of the right kind
+    if message.startswith(('Invalid', 'Expected `null`')):  # it is of the right kind
       raise invalid_field(
         field, f'{message}: it is not supported here', 'unsupported_value'
       ) from error
-    code = 'missing_required_parameter' if missing else 'invalid_value'
+    code = _CODES[named[1]] if named else 'invalid_value'
     raise invalid_field(field, message, code) from error
 
 

@@ -1,7 +1,8 @@
 """The bodies of the Tinker API's JSON requests, and what makes rows of its data.
 
-Bodies are msgspec structs: fields that are unknown are passed over, as newer clients
-may send some, and those that ask for what this server cannot do are refused by name.
+Bodies are msgspec structs. Fields that are unknown are passed over, as newer clients
+may send some, but not where they say how to train or to draw: there they would change
+the result, and are refused by name, as is what this server cannot do.
 """
 
 import datetime
@@ -21,7 +22,7 @@ _MAX_PROJECT = 200
 _MAX_METADATA = 64 << 10  # bytes of JSON
 
 
-class LoraBody(msgspec.Struct):
+class LoraBody(msgspec.Struct, forbid_unknown_fields=True):
   """Which adapters a run trains."""
 
   rank: int
@@ -64,7 +65,7 @@ class ModelBody(msgspec.Struct):
   model_id: str
 
 
-class AdamBody(msgspec.Struct):
+class AdamBody(msgspec.Struct, forbid_unknown_fields=True):
   """The hyperparameters of one step of AdamW."""
 
   learning_rate: float = 1e-4
@@ -76,10 +77,7 @@ class AdamBody(msgspec.Struct):
 
 
 class DimuonBody(msgspec.Struct, forbid_unknown_fields=True):
-  """The hyperparameters of one step of Dimuon.
-
-  Fields that it does not know are refused, for they would change the step.
-  """
+  """The hyperparameters of one step of Dimuon."""
 
   type: Literal['dimuon']
   learning_rate: float
@@ -190,7 +188,7 @@ class TensorBody(msgspec.Struct):
   sparse_col_indices: list[int] | None = None
 
 
-class SamplingBody(msgspec.Struct):
+class SamplingBody(msgspec.Struct, forbid_unknown_fields=True):
   """How tokens are drawn."""
 
   max_tokens: int | None = None
@@ -359,7 +357,7 @@ def parse_body(data: bytes, kind: type[T]) -> T:
   """
   try:
     return msgspec.json.decode(data or b'{}', type=kind)
-  except (msgspec.DecodeError, msgspec.ValidationError, RecursionError) as error:
+  except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
     raise RequestError(f'the body is not valid: {str(error)[:300]}') from error
 
 

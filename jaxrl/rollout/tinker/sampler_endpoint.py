@@ -9,7 +9,6 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
 from aiohttp import web
 
 from jaxrl.data.chat_tokenizer import ChatTokenizer
@@ -17,6 +16,7 @@ from jaxrl.rollout.engine.engine_base import EngineTraits
 from jaxrl.rollout.gateway.gateway import Gateway
 from jaxrl.rollout.gateway.generation_request import ApiError
 from jaxrl.rollout.gateway.http_server import GatewayServer
+from jaxrl.rollout.gateway.request_cache import parse_strict_json
 from jaxrl.rollout.tinker.pending_results import RequestError
 from jaxrl.rollout.tinker.sampling_service import SamplingService
 from jaxrl.rollout.tinker.tenant_engine import TenantEngine, TenantSampling
@@ -113,9 +113,9 @@ class SamplerEndpoint:
       name: Any = self._model.name
       if request.method == 'POST':
         try:
-          body = msgspec.json.decode(await front.read_body(request))
+          body = parse_strict_json(await front.read_body(request))
           name = (body.get('model') if isinstance(body, dict) else None) or name
-        except (msgspec.DecodeError, RecursionError):
+        except ValueError:
           pass  # the gateway says what is wrong
       try:
         server = self._gateway(str(name))

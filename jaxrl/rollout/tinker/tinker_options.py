@@ -42,6 +42,9 @@ class TinkerOptions(Options):
     64, 'Targets of one position, and likeliest tokens told of one.', low=1
   )
   max_body: int = option(64 << 20, 'Bytes of one request.', low=1024)
+  body_timeout: float = option(
+    120.0, 'Seconds that a client may take to send one request.', above=0
+  )
   poll_seconds: float = option(
     20.0, 'Seconds for which a poll waits for a result.', above=0
   )

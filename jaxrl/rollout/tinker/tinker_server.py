@@ -146,6 +146,8 @@ class TinkerServer:
         is_open = request.path.startswith(('/files/', '/v1/'))
         if not hmac.compare_digest(given, self._key) and not is_open:
           raise web.HTTPUnauthorized(reason='X-API-Key is missing or wrong')
+        if not is_open and request.match_info.http_exception is None:
+          await self._receive(request)
         return await handler(request)
       except (RequestError, ProtoError) as error:
         missing = 'there is no ' in str(error) or 'is not open' in str(error)
@@ -164,6 +166,15 @@ class TinkerServer:
         log.exception('%s %s failed', request.method, request.path)
       log.info('%s %s: %d, %.200r', request.method, request.path, status, text)
       return web.json_response({'detail': text}, status=status, headers=headers)
+
+  async def _receive(self, request: web.Request) -> None:
+    """Waits for the body, which handlers then read without waiting."""
+    seconds = self._options.body_timeout
+    try:
+      async with asyncio.timeout(seconds):
+        await request.read()
+    except TimeoutError as error:
+      raise web.HTTPRequestTimeout(reason=f'no body within {seconds:g} s') from error
 
   def _json(self, kind: Any, call: Callable[..., Any]) -> _Handler:
     """Returns a handler that parses a body and answers with the call's result."""

@@ -151,5 +151,9 @@ async def test_a_call_and_its_arguments_are_streamed_as_events():
     'response.output_item.done',
     'response.completed',
   ]
-  (call,) = events[-1].response.output
+  begun, (call,) = events[2].item, events[-1].response.output
+  # Clients put the pieces together, beginning with what the item has at first.
+  assert (begun.name, begun.arguments, begun.status) == ('add', '', 'in_progress')
+  assert call.status == 'completed'
+  assert ''.join(e.delta for e in events if e.type.endswith('delta')) == call.arguments
   assert (call.name, call.arguments) == ('add', '{"x": 1, "y": "é"}')
