@@ -254,7 +254,7 @@ def _parse_tool_choice(choice: object, tools: list[JsonObject]) -> tuple[str, ..
   if choice != 'required':
     function = choice.get('function') if isinstance(choice, dict) else None
     name = function.get('name') if isinstance(function, dict) else None
-    if name is None or function is None:
+    if name is None or function is None or not isinstance(choice, dict):
       raise invalid_field(
         'tool_choice',
         "'auto', 'none', 'required' or one function is needed",
@@ -445,7 +445,7 @@ def _parse_common_fields(body: JsonObject) -> Keywords:
 
 
 def check_fields(
-  body: JsonObject,
+  body: Mapping[str, object],
   read: Collection[str] = READ_FIELDS,
   neutral: Mapping[str, tuple[Any, ...]] = NEUTRAL_FIELDS,
   idle: Collection[str] = IDLE_FIELDS,
