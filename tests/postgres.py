@@ -69,6 +69,10 @@ def server(port, address='127.0.0.1', on=list):
       yield create
     finally:
       process.send_signal(signal.SIGINT)  # without waiting for clients to leave
-      process.wait(START_S)
+      try:
+        process.wait(START_S)
+      except subprocess.TimeoutExpired:  # its checkpoint may wait for a busy disk
+        process.kill()
+        process.wait()
   finally:
     run('rm', '-rf', '--', folder)
