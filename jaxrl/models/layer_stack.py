@@ -38,6 +38,20 @@ class EmbeddingAndHead(nnx.Module):
       self.per_layer_projection = layers.Linear(sizes, (number, width), axes, rngs)
       self.per_layer_norm = layers.RMSNorm(config, (width,))
     self.config = config
+    self.lookup: Callable[[jax.Array], jax.Array] | None = None  # of rows of the table
+
+  def embed(self, tokens: jax.Array, dtype: str) -> jax.Array:
+    """Looks up the embeddings of tokens.
+
+    Args:
+      tokens: `[…]` int32.
+      dtype: Dtype of activations.
+
+    Returns:
+      `[…, D]`.
+    """
+    rows = self.lookup(tokens) if self.lookup else self.embedding.table[...][tokens]
+    return layers.scale_embeddings(self.config, rows, dtype)
 
   def per_layer_inputs(self, tokens: jax.Array, x: jax.Array) -> jax.Array | None:
     """Computes the input that each layer has of its own.
@@ -206,7 +220,12 @@ def embedding_and_head(config: ModelConfig, params: Params) -> EmbeddingAndHead:
   """
   outer_names = params.keys() - {'layers', 'vision', 'head_adapters'}
   outer_params = {name: value for name, value in params.items() if name in outer_names}
-  return nnx.merge(_definition(EmbeddingAndHead, config)[0], outer_params)
+  panels = {n: x['panels'] for n, x in outer_params.items() if 'panels' in x}
+  tables = {name: {'table': x.unpack().T} for name, x in panels.items()}
+  ends = nnx.merge(_definition(EmbeddingAndHead, config)[0], outer_params | tables)
+  if 'embedding' in panels:
+    ends.lookup = panels['embedding'].columns
+  return ends
 
 
 def _modules(part: Params) -> list[Params]:
@@ -237,11 +256,15 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
       shapes = nnx.to_pure_dict(_definition(_layer, config)[1])
       weights = eight_bit_weights.decode(weights, shapes)
     parts = [weights.get(name, {}) for name in ('attention', 'mlp')]
-    if any(name in part for part in parts for name in ('qkv', 'gate_up')):
-      from jaxrl.models.decoding import joined_products  # engines on GPUs have them
+    kinds = {kind for part in parts for one in _modules(part) for kind in one}
+    if 'panels' in kinds or any(
+      name in part for part in parts for name in ('qkv', 'gate_up')
+    ):
+      from jaxrl.models.decoding import joined_products  # engines alone have them
 
-      weights, joined = joined_products.part(config, weights)
-    elif any('rows' in one for part in parts for one in _modules(part)):
+      weights, products = joined_products.unpack(config, weights)
+      weights, joined = joined_products.part(config, weights, products)
+    elif 'rows' in kinds:
       from jaxrl.models.decoding import output_major  # engines on CPUs have them
 
       weights, products = output_major.part(config, weights)
@@ -249,19 +272,18 @@ def block(config: ModelConfig, weights: Params) -> layers.Block:
   for name, product in joined.items():
     getattr(layer, name).joined = product
   for (module, name), product in products.items():
-    getattr(getattr(layer, module), name).product = product
+    if hasattr(getattr(layer, module), name):  # not one of the joined
+      getattr(getattr(layer, module), name).product = product
   if row_adapters is not None:
     row_adapters.bind(layer)
   return layer
 
 
-def vocabulary_product(
-  table: jax.Array, hidden: jax.Array, is_arranged: bool
-) -> jax.Array:
+def vocabulary_product(head: Params, hidden: jax.Array, is_arranged: bool) -> jax.Array:
   """Computes the product of final states with the LM head.
 
   Args:
-    table: `[V, D]`.
+    head: The head's `table` `[V, D]`, or its `panels`.
     hidden: `[…, D]`.
     is_arranged: Whether the parameters are those of `decoding.output_major`, which are
       multiplied in the type that they have.
@@ -269,6 +291,11 @@ def vocabulary_product(
   Returns:
     `[…, V]` float32.
   """
+  if 'panels' in head:
+    from kernels import row_product  # engines on CPUs have them
+
+    return row_product.multiply(hidden, head['panels'])
+  table = head['table']
   if is_arranged:
     from jaxrl.models.decoding import output_major  # engines on CPUs have them
 

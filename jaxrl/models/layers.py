@@ -542,21 +542,18 @@ class Block(nnx.Module):
     return x, more
 
 
-def embed(
-  config: ModelConfig, table: jax.Array, tokens: jax.Array, dtype: str
-) -> jax.Array:
-  """Looks up the embeddings of tokens.
+def scale_embeddings(config: ModelConfig, x: jax.Array, dtype: str) -> jax.Array:
+  """Makes the first layer's input of embeddings.
 
   Args:
     config: Config of the model.
-    table: Embedding table `[V, D]`.
-    tokens: Token ids `[...]` int32.
+    x: Rows of the embedding table `[..., D]`.
     dtype: Dtype of activations.
 
   Returns:
-    Embeddings `[..., D]`.
+    Embeddings `[..., D]`, in that dtype and scaled if the family does so.
   """
-  x = table[tokens].astype(dtype)
+  x = x.astype(dtype)
   factor = config.hidden_size**0.5 if config.spec.scales_embeddings else None
   return x if factor is None else x * jnp.asarray(factor, x.dtype)
 

@@ -124,8 +124,8 @@ class TransformerLM:
     Returns:
       `[…, V]` float32.
     """
-    table = self._head(params)
-    logits = layer_stack.vocabulary_product(table, hidden, bool(self.weights_dtype))
+    is_arranged = bool(self.weights_dtype)
+    logits = layer_stack.vocabulary_product(self._head(params), hidden, is_arranged)
     if 'head_adapters' in params:
       logits = logits + params['head_adapters'].logits(hidden)
     cap = self.config.logits_softcap
@@ -185,7 +185,7 @@ class TransformerLM:
     if across and attend_with is not None:
       raise ValueError('rows sharded over devices attend among themselves only')
     ends = layer_stack.embedding_and_head(self.config, params)
-    x = layers.embed(self.config, ends.embedding.table[...], tokens, self.dtype)
+    x = ends.embed(tokens, self.dtype)
     x = self.constrain(x if images is None else images.merge(params, x), *_STREAM)
     if positions is None:
       positions = layer_stack.segment_positions(segment_ids)
@@ -301,7 +301,7 @@ class TransformerLM:
     states, chosen, others = self._states_before(params, inputs, topk_ids, **options)
     scores = token_logprobs(
       states,
-      self._head(params),
+      self._head(params)['table'],
       chosen,
       topk_ids=others,
       temperature=temperature,
@@ -492,7 +492,7 @@ class TransformerLM:
     ends = layer_stack.embedding_and_head(self.config, params)
 
     def start(tokens, positions):
-      x = layers.embed(self.config, ends.embedding.table[...], tokens, self.dtype)
+      x = ends.embed(tokens, self.dtype)
       extras = ends.per_layer_inputs(tokens, x)
       return x, rope.rotations(self.config, positions), extras
 
@@ -554,7 +554,7 @@ class TransformerLM:
     ends = layer_stack.embedding_and_head(self.config, params)
     return self._tokenwise(lambda x: self.logits(params, ends.norm(x)), x)
 
-  def _head(self, params: Params) -> jax.Array:
+  def _head(self, params: Params) -> Params:
     if self.config.tie_embeddings:
-      return params['embedding']['table']
-    return lora.merged(self.config, params['lm_head'])['table']
+      return params['embedding']
+    return lora.merged(self.config, params['lm_head'])

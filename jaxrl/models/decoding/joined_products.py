@@ -1,13 +1,15 @@
 """Joined products compute what several matrices make of the same input at once.
 
-On a GPU each product of a decode step is a kernel of its own, and so small that its
-start takes as long as its work. The matrices of queries, keys and values are therefore
-joined to one, and so are those of an MLP's gate and up. It happens once per weights
+Each product of a decode step is a kernel of its own, and so small that its start takes
+as long as its work on a GPU. The matrices of queries, keys and values are therefore
+joined to one, and so are those of an MLP's gate and up. On a CPU, they and the other
+matrices lie in panels, which its kernel reads. All this happens once per weights
 version, not per token. Matrices with adapters stay as they are.
 """
 
 import functools
 import math
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -15,9 +17,17 @@ import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params
+from kernels import row_product
+from kernels.row_product import PanelMatrix
 
 # Where in a layer's parameters they lie: the module, what is joined, and its new name.
 JOINED = (('attention', ('q', 'k', 'v'), 'qkv'), ('mlp', ('gate', 'up'), 'gate_up'))
+# The matrices that lie in panels on a CPU, with the number of axes that are inputs.
+MATRICES = {
+  'attention': {'qkv': 1, 'q': 1, 'k': 1, 'v': 1, 'o': 2},
+  'mlp': {'gate_up': 1, 'gate': 1, 'up': 1, 'down': 1},
+}
+PANELS = 'panels'  # the name of a kernel in panels
 # What a matrix without adapters has, as a float or in 8 bits.
 EIGHT_BITS = {'codes', 'scales'}
 PLAIN = {'kernel'}, {'kernel', 'bias'}, EIGHT_BITS, EIGHT_BITS | {'bias'}
@@ -49,6 +59,104 @@ def _join_layer(weights: Params) -> Params:
   return weights
 
 
+def pack(params: Params, dtype: str) -> Params:
+  """Joins matrices, and lays them, the others and the LM head out in panels.
+
+  Args:
+    params: As for `join`.
+    dtype: The type of the matrices, and of the embedding table: 'float32' or
+      'bfloat16'.
+
+  Returns:
+    Parameters that `layer_stack` understands. Experts, adapters and norms are as
+    before.
+
+  Raises:
+    OSError: If `row_product.obstacle` says that there are no panels here.
+  """
+  ends = {name: params[name] for name in ('embedding', 'lm_head') if name in params}
+  head = 'lm_head' if 'lm_head' in params else 'embedding'
+  for name, one in ends.items():
+    if one.keys() != {'table'}:
+      continue
+    table = one['table']
+    is_head = name == head
+    ends[name] = (
+      {PANELS: _pack_table(table, dtype)} if is_head else {'table': table.astype(dtype)}
+    )
+  layers = tuple(_pack_layer(layer, dtype) for layer in params['layers'])
+  return params | ends | {'layers': layers}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pack_table(table: jax.Array, dtype: str) -> PanelMatrix:
+  return row_product.pack(table.astype(dtype).T)
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _pack_layer(weights: Params, dtype: str) -> Params:
+  weights = _join_layer(weights)
+  for module, names in MATRICES.items():
+    parts = dict(weights.get(module, {}))
+    for name, inputs in names.items():
+      one = parts.get(name)
+      if not isinstance(one, dict) or frozenset(one) not in _plain_kinds():
+        continue
+      if 'kernel' not in one:
+        continue
+      kernel = one['kernel'].astype(dtype)
+      kernel = kernel.reshape(math.prod(kernel.shape[:inputs]), -1)
+      rest = {kind: x for kind, x in one.items() if kind != 'kernel'}
+      parts[name] = rest | {PANELS: row_product.pack(kernel)}
+    if parts:
+      weights = weights | {module: parts}
+  return weights
+
+
+def unpack(
+  config: ModelConfig, weights: Params
+) -> tuple[Params, dict[tuple[str, str], Any]]:
+  """Undoes the panels of `pack` for one layer.
+
+  Args:
+    config: The layer's shape.
+    weights: The layer's parameters.
+
+  Returns:
+    Parameters as of `join`, which cost nothing if nobody reads their kernels, and by
+    the names of module and matrix its product, `[N, inputs] -> [N, outputs]`.
+  """
+  products: dict[tuple[str, str], Any] = {}
+  for module, names in MATRICES.items():
+    parts = dict(weights.get(module, {}))
+    for name in names:
+      one = parts.get(name)
+      if not isinstance(one, dict) or PANELS not in one:
+        continue
+      matrix = one[PANELS]
+      rest = {kind: x for kind, x in one.items() if kind != PANELS}
+      kernel = matrix.unpack()
+      parts[name] = rest | {'kernel': kernel.reshape(_shape(config, name, matrix))}
+      products[module, name] = functools.partial(_multiply, matrix)
+    if parts:
+      weights = weights | {module: parts}
+  return weights, products
+
+
+def _shape(config: ModelConfig, name: str, matrix: PanelMatrix) -> tuple[int, ...]:
+  inputs, outputs = matrix.shape
+  if name == 'o':
+    return config.num_heads, inputs // config.num_heads, outputs
+  if name not in ('q', 'k', 'v'):
+    return inputs, outputs
+  heads = config.num_heads if name == 'q' else config.num_kv_heads
+  return inputs, heads, outputs // heads
+
+
+def _multiply(matrix: PanelMatrix, x: jax.Array) -> jax.Array:
+  return row_product.multiply(x, matrix).astype(x.dtype)
+
+
 def _plain_kinds() -> set[frozenset[str]]:
   return set(map(frozenset, PLAIN))
 
@@ -58,12 +166,15 @@ def _flat(name: str, x: jax.Array) -> jax.Array:
   return x.reshape(-1) if name == 'bias' else x.reshape(len(x), -1)
 
 
-def part(config: ModelConfig, weights: Params) -> tuple[Params, dict[str, Any]]:
+def part(
+  config: ModelConfig, weights: Params, own: Mapping[tuple[str, str], Any]
+) -> tuple[Params, dict[str, Any]]:
   """Undoes `join` for one layer.
 
   Args:
     config: The layer's shape.
     weights: The layer's parameters.
+    own: The products of joined matrices that `unpack` has returned.
 
   Returns:
     The parameters as before, which cost nothing if nobody reads them, and by the name
@@ -93,18 +204,21 @@ def part(config: ModelConfig, weights: Params) -> tuple[Params, dict[str, Any]]:
     }
     rest = {name: x for name, x in weights[module].items() if name != joined}
     weights = weights | {module: rest | split}
-    products[module] = functools.partial(_product, one, shapes, tuple(ends))
+    product = own.get((module, joined))
+    products[module] = functools.partial(_product, one, product, shapes, tuple(ends))
   return weights, products
 
 
 def _product(
   one: Params,
+  product: Callable[[jax.Array], jax.Array] | None,
   shapes: tuple[tuple[int, ...], ...],
   ends: tuple[int, ...],
   x: jax.Array,
 ) -> list[jax.Array]:
   """Returns the outputs `[..., *shape]` of x `[..., D]`."""
-  y = x.reshape(-1, x.shape[-1]) @ one['kernel'].astype(x.dtype)
+  rows = x.reshape(-1, x.shape[-1])
+  y = product(rows) if product else rows @ one['kernel'].astype(x.dtype)
   if 'bias' in one:
     y = y + one['bias'].astype(x.dtype)
   parts = jnp.split(y, ends, axis=-1)

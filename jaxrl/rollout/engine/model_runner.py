@@ -213,7 +213,7 @@ class ModelRunner:
     self._experts = jax.jit(partial(caches.experts_of))
     self._merge = jax.jit(partial(merge_transfer, dtype=model.dtype))
     self._is_on_cpu = platform_of(model.platform) == 'cpu'
-    arrange = partial(_arrange, model, self._is_static, weights_format)
+    arrange = partial(_arrange, model, weights_format, sharding.num_devices)
     self._arrange = arrange if self._is_on_cpu else jax.jit(arrange)
     self._num_warm_programs: int | None = None  # None before the warm-up
     self._image_features: Any = None
@@ -484,30 +484,11 @@ def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
   return jax.tree.map(choose, slots, new_state)
 
 
-def _arrange(
-  model: TransformerLM,
-  joins: bool,
-  weights_format: 'BlockFormat | None',
-  params: Params,
-) -> Params:
-  """Lays parameters out as decode reads them fastest."""
-  if platform_of(model.platform) == 'cpu':
-    params = layer_stack.unstack_by_layer(model.config, params)
-  else:
-    params = layer_stack.unstack(model.config, params)
-  if weights_format is not None:
-    from jaxrl.models.decoding import eight_bit_weights  # few engines have them
+def _arrange(*arguments: Any) -> Params:
+  # Imported here because no weights are laid out before the first are there.
+  from jaxrl.models.decoding import weight_layout
 
-    params = eight_bit_weights.encode(params, weights_format)
-  if model.weights_dtype:
-    from jaxrl.models.decoding import output_major  # most engines need it not
-
-    return output_major.arrange(params, model.weights_dtype)
-  if not joins:
-    return params
-  from jaxrl.models.decoding import joined_products  # for GPUs alone
-
-  return joined_products.join(params)
+  return weight_layout.arrange(*arguments)
 
 
 def _decode_programs(

@@ -1,0 +1,215 @@
+/* Multiplies few rows by a matrix in panels on a CPU, as a custom call of XLA.
+
+   XLA's CPU backend copies the matrix of such a product into another order at each call,
+   which takes longer than to multiply it. Here it lies in panels: for 3 vectors of
+   columns, those columns of the first input, of the second and so on. A panel is read
+   from its first byte to its last, once for every few rows, whose sums stay in
+   registers. A sum adds its products in the order of the inputs. The bits of a row
+   therefore depend neither on the rows beside it nor on the number of threads.
+
+   Shapes: x [R, D] times panels [N / P, D, P] float32, or [N / P, D / 2, P, 2] bfloat16
+   where x is too and D is even. y [R, N] is float32; columns behind N are zero padding.
+
+   row_product.py builds this file. The interface is c_api.h of XLA's FFI. */
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
+#include "xla/ffi/api/c_api.h"
+
+#if defined(__AVX512F__)
+enum { LANES = 16, ROWS = 8 }; /* 24 of 32 registers hold sums */
+#elif defined(__x86_64__)
+enum { LANES = 8, ROWS = 4 }; /* 12 of 16 */
+#else
+enum { LANES = 4, ROWS = 8 };
+#endif
+enum { VECTORS = 3, PANEL = VECTORS * LANES };
+enum { CHUNK_BYTES = 1 << 16, AHEAD_BYTES = 3072, LINE_BYTES = 64 };
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef Floats AnyFloats __attribute__((aligned(4), may_alias));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef Words AnyWords __attribute__((aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct {
+  const char *x, *panels;
+  float *y;
+  long rows, columns;
+  long steps; /* inputs in float32, pairs of inputs in bfloat16: 4 bytes each */
+  int is_bfloat16;
+  long num_panels, panels_a_chunk, num_chunks;
+  atomic_long next_chunk, chunks_done;
+  atomic_int owners;
+} Product;
+
+const int jaxrl_panel_columns = PANEL;
+
+INLINE Floats spread(uint32_t word) {
+  float value;
+  memcpy(&value, &word, sizeof value);
+  return value - (Floats){0};
+}
+
+/* Adds to the sums what one word of x and one vector of words of the matrix give. */
+INLINE Floats add_product(Floats sums, uint32_t x, Words matrix, int is_bfloat16) {
+  if (!is_bfloat16) return sums + spread(x) * (Floats)matrix;
+#if defined(__AVX512BF16__)
+  __m512bh pairs = (__m512bh)(x - (Words){0});
+  return (Floats)_mm512_dpbf16_ps((__m512)sums, pairs, (__m512bh)matrix);
+#else
+  sums += spread(x << 16) * (Floats)(matrix << 16);
+  return sums + spread(x & 0xffff0000u) * (Floats)(matrix & 0xffff0000u);
+#endif
+}
+
+/* Computes one panel's columns of `rows` rows; the last two are constants. */
+INLINE void tile(const Product *p, long row, long panel, int rows, int is_bfloat16) {
+  const long steps = p->steps;
+  const uint32_t *x = (const uint32_t *)p->x + row * steps;
+  const char *matrix = p->panels + panel * steps * PANEL * 4;
+  Floats sums[ROWS][VECTORS];
+  for (int r = 0; r < rows; r++)
+    for (int v = 0; v < VECTORS; v++) sums[r][v] = (Floats){0};
+  for (long step = 0; step < steps; step++, matrix += PANEL * 4) {
+    Words words[VECTORS];
+    for (int v = 0; v < VECTORS; v++)
+      words[v] = *(const AnyWords *)(matrix + v * 4 * LANES);
+    if (!row) /* later rows find the panel in the cache */
+      for (int byte = 0; byte < PANEL * 4; byte += LINE_BYTES)
+        __builtin_prefetch(matrix + AHEAD_BYTES + byte);
+    for (int r = 0; r < rows; r++)
+      for (int v = 0; v < VECTORS; v++)
+        sums[r][v] = add_product(sums[r][v], x[r * steps + step], words[v], is_bfloat16);
+  }
+  long start = panel * PANEL, count = p->columns - start;
+  for (int r = 0; r < rows; r++) {
+    float *y = p->y + (row + r) * p->columns + start;
+    if (count >= PANEL)
+      for (int v = 0; v < VECTORS; v++) *(AnyFloats *)(y + v * LANES) = sums[r][v];
+    else
+      memcpy(y, sums[r], count * 4);
+  }
+}
+
+INLINE void whole_panel(const Product *p, long panel, int is_bfloat16) {
+  long row = 0;
+  for (; row + ROWS <= p->rows; row += ROWS) tile(p, row, panel, ROWS, is_bfloat16);
+  if (ROWS > 4 && row + 4 <= p->rows) tile(p, row, panel, 4, is_bfloat16), row += 4;
+  if (row + 2 <= p->rows) tile(p, row, panel, 2, is_bfloat16), row += 2;
+  if (row < p->rows) tile(p, row, panel, 1, is_bfloat16);
+}
+
+static void run_chunks(Product *p) {
+  for (;;) {
+    long chunk = atomic_fetch_add(&p->next_chunk, 1);
+    if (chunk >= p->num_chunks) return;
+    long panel = chunk * p->panels_a_chunk, end = panel + p->panels_a_chunk;
+    if (end > p->num_panels) end = p->num_panels;
+    if (p->is_bfloat16)
+      for (; panel < end; panel++) whole_panel(p, panel, 1);
+    else
+      for (; panel < end; panel++) whole_panel(p, panel, 0);
+    atomic_fetch_add_explicit(&p->chunks_done, 1, memory_order_release);
+  }
+}
+
+static void release(Product *p) {
+  if (atomic_fetch_sub(&p->owners, 1) == 1) free(p);
+}
+
+/* Runs on a thread of XLA's pool, maybe only once the product is done. */
+static void help(void *product) {
+  run_chunks(product);
+  release(product);
+}
+
+/* Asks XLA's thread pool for help. If it has none, the caller computes everything. */
+static void ask_for_help(const XLA_FFI_CallFrame *frame, Product *p) {
+  int64_t num_threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args count = {0};
+  count.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+  count.ctx = frame->ctx;
+  count.num_threads = &num_threads;
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
+  long helpers = num_threads < p->num_chunks ? num_threads : p->num_chunks;
+  for (long i = 1; !error && i < helpers; i++) {
+    XLA_FFI_ThreadPool_Schedule_Args task = {0};
+    task.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    task.ctx = frame->ctx;
+    task.task = help;
+    task.data = p;
+    atomic_fetch_add(&p->owners, 1);
+    error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
+    if (error) release(p);
+  }
+  if (!error) return;
+  XLA_FFI_Error_Destroy_Args destroy = {0};
+  destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  destroy.error = error;
+  frame->api->XLA_FFI_Error_Destroy(&destroy);
+}
+
+static XLA_FFI_Error *fail(const XLA_FFI_CallFrame *frame, const char *message) {
+  XLA_FFI_Error_Create_Args args = {0};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = message;
+  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+static int has_shapes(
+    const XLA_FFI_Buffer *x, const XLA_FFI_Buffer *panels, const XLA_FFI_Buffer *y) {
+  int is_bfloat16 = panels->dtype == XLA_FFI_DataType_BF16;
+  const int64_t *sizes = panels->dims;
+  if (x->rank != 2 || y->rank != 2 || panels->rank != (is_bfloat16 ? 4 : 3)) return 0;
+  if (x->dtype != panels->dtype || y->dtype != XLA_FFI_DataType_F32) return 0;
+  if (!is_bfloat16 && panels->dtype != XLA_FFI_DataType_F32) return 0;
+  if (sizes[2] != PANEL || (is_bfloat16 && sizes[3] != 2)) return 0;
+  if (x->dims[1] != sizes[1] * (is_bfloat16 ? 2 : 1)) return 0;
+  return y->dims[0] == x->dims[0] && (y->dims[1] + PANEL - 1) / PANEL == sizes[0];
+}
+
+XLA_FFI_Error *jaxrl_row_product(XLA_FFI_CallFrame *frame) {
+  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  if (extension && extension->type == XLA_FFI_Extension_Metadata) {
+    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+    return NULL;
+  }
+  if (frame->args.size != 2 || frame->rets.size != 1)
+    return fail(frame, "jaxrl_row_product takes two arrays and returns one");
+  const XLA_FFI_Buffer *x = frame->args.args[0], *panels = frame->args.args[1];
+  const XLA_FFI_Buffer *y = frame->rets.rets[0];
+  if (!has_shapes(x, panels, y))
+    return fail(frame, "jaxrl_row_product: shapes or types do not fit together");
+  Product *p = calloc(1, sizeof *p);
+  if (!p) return fail(frame, "jaxrl_row_product: out of memory");
+  p->x = x->data, p->panels = panels->data, p->y = y->data;
+  p->rows = x->dims[0], p->columns = y->dims[1], p->steps = panels->dims[1];
+  p->is_bfloat16 = panels->dtype == XLA_FFI_DataType_BF16;
+  p->num_panels = panels->dims[0];
+  long blocks = (p->rows + ROWS - 1) / ROWS;
+  p->panels_a_chunk = CHUNK_BYTES / (p->steps * PANEL * 4 * blocks + 1) + 1;
+  p->num_chunks = (p->num_panels + p->panels_a_chunk - 1) / p->panels_a_chunk;
+  atomic_store(&p->owners, 1);
+  if (p->num_chunks > 1) ask_for_help(frame, p);
+  run_chunks(p);
+  while (atomic_load_explicit(&p->chunks_done, memory_order_acquire) < p->num_chunks) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause(); /* a helper is in its last chunk: some microseconds */
+#endif
+  }
+  release(p);
+  return NULL;
+}
