@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -30,6 +31,7 @@ COMPILERS = ('cc', 'gcc', 'clang')
 COMPILE_TIMEOUT_S = 120.0
 DTYPES = ('float32', 'bfloat16')
 
+_LOCK = threading.Lock()
 _log = logging.getLogger(__name__)
 
 
@@ -148,10 +150,22 @@ def reference(x: jax.Array, matrix: PanelMatrix) -> jax.Array:
   return jnp.matmul(x, plain.astype(jnp.float32), precision='highest')
 
 
-@functools.cache
 def _panel_columns() -> int:
-  """Compiles, loads and registers the kernel; returns the columns P of a panel."""
-  return register(TARGET, 'native')
+  """Returns the columns P of a panel; OSError says why there is no kernel."""
+  with _LOCK:  # engines may load weights on several threads
+    found = _registered()
+  if isinstance(found, str):
+    raise OSError(found)
+  return found
+
+
+@functools.cache
+def _registered() -> int | str:
+  """Compiles, loads and registers the kernel once, or says why that is impossible."""
+  try:
+    return register(TARGET, 'native')
+  except OSError as error:
+    return str(error)
 
 
 def register(target: str, processor: str) -> int:
@@ -194,12 +208,11 @@ def _built(processor: str) -> pathlib.Path:
 
 
 def _compiler() -> list[str]:
-  named = shlex.split(os.environ.get('CC', ''))
-  found = shutil.which(named[0]) if named else None
-  found = found or next(filter(None, map(shutil.which, COMPILERS)), None)
-  if found is None:
-    raise OSError('needs a C compiler (cc, gcc, clang or $CC), and finds none')
-  return [found, *named[1:]]
+  for command in (os.environ.get('CC', ''), *COMPILERS):
+    name, *options = shlex.split(command) or ['']
+    if found := shutil.which(name):
+      return [found, *options]
+  raise OSError('needs a C compiler (cc, gcc, clang or $CC), and finds none')
 
 
 def _compile(command: list[str], library: pathlib.Path) -> None:
@@ -207,7 +220,12 @@ def _compile(command: list[str], library: pathlib.Path) -> None:
   command = [*command, '-o', str(library), str(SOURCE)]
   try:
     done = subprocess.run(
-      command, capture_output=True, text=True, timeout=COMPILE_TIMEOUT_S, check=False
+      command,
+      capture_output=True,
+      text=True,
+      errors='replace',
+      timeout=COMPILE_TIMEOUT_S,
+      check=False,
     )
   except subprocess.TimeoutExpired as error:
     raise OSError(f'took {command[0]} over {COMPILE_TIMEOUT_S:.0f} s') from error

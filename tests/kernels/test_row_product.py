@@ -1,6 +1,7 @@
 """The row product in panels, against numpy, alone and beside others."""
 
 import concurrent.futures
+import functools
 import hashlib
 import os
 import pathlib
@@ -264,15 +265,15 @@ def test_what_does_not_fit_together_is_refused():
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
   """A process that has not built the kernel, of a user who never has."""
-  unregistered = row_product._panel_columns.__wrapped__
-  monkeypatch.setattr(row_product, '_panel_columns', unregistered)
+  unregistered = row_product._registered.__wrapped__
+  monkeypatch.setattr(row_product, '_registered', unregistered)
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
-  monkeypatch.delenv('CC', raising=False)
   return monkeypatch
 
 
 def test_without_a_compiler_it_says_so(unbuilt, tmp_path):
   unbuilt.setenv('PATH', str(tmp_path))
+  unbuilt.delenv('CC', raising=False)
   missing = 'needs a C compiler (cc, gcc, clang or $CC), and finds none'
   assert row_product.obstacle('cpu') == missing
   unbuilt.setenv('CC', 'some-compiler')
@@ -295,6 +296,27 @@ def test_a_compiler_that_fails_is_named(unbuilt, tmp_path):
     row_product.obstacle('cpu') == f'is not compiled by {failing}: no such processor'
   )
   assert list((tmp_path / 'cache' / 'jaxrl').iterdir()) == []
+
+
+def test_a_compiler_that_fails_is_tried_once(unbuilt, tmp_path):
+  tried = tmp_path / 'tried'
+  failing = tmp_path / 'failing'
+  failing.write_text(f'#!/bin/sh\necho >> {tried}\nprintf "\\377" >&2\nexit 1\n')
+  failing.chmod(0o700)
+  unbuilt.setenv('CC', str(failing))
+  unbuilt.setattr(row_product, '_registered', functools.cache(row_product._registered))
+  said = {row_product.obstacle('cpu') for _ in range(3)}
+  assert said == {f'is not compiled by {failing}: \ufffd'}
+  assert tried.read_text() == '\n'
+
+
+def test_options_of_a_missing_compiler_are_not_for_another(unbuilt):
+  unbuilt.delenv('CC', raising=False)
+  expected = row_product._compiler()
+  unbuilt.setenv('CC', 'some-compiler --some-option')
+  assert row_product._compiler() == expected
+  unbuilt.setenv('CC', f'{expected[0]} --some-option')
+  assert row_product._compiler() == [*expected, '--some-option']
 
 
 def test_a_compiler_that_hangs_is_ended(unbuilt, tmp_path):
