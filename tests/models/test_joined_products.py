@@ -1,6 +1,7 @@
-"""Joined and output-major matrices compute what the plain ones do; adapters stay."""
+"""Joined, packed and output-major matrices compute the same; adapters stay."""
 
 import dataclasses
+import math
 import re
 
 import jax
@@ -13,14 +14,20 @@ from jaxrl.models import kv_cache, layer_stack
 from jaxrl.models.decoding import joined_products, output_major
 from jaxrl.models.lora import lora_adapters
 from jaxrl.rollout.engine.jax_engine import JaxEngine
+from kernels import row_product
+from kernels.row_product import PanelMatrix
 from tests.marks import slow
 from tests.models import small
+
+OBSTACLE = row_product.obstacle('cpu')
+NEEDS_PANELS = pytest.mark.skipif(bool(OBSTACLE), reason=f'the kernel {OBSTACLE}')
+BIASES = {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True}
 
 
 @pytest.mark.parametrize(
   'changes, joined',
   [
-    ({'family': 'qwen2', 'qk_norm': False, 'attention_bias': True}, {'qkv', 'gate_up'}),
+    (BIASES, {'qkv', 'gate_up'}),
     slow(small.EXPERTS, {'qkv'}),
   ],
 )
@@ -62,13 +69,7 @@ def test_adapters_stay_apart():
   assert 'rows' in arranged['attention']['q']
 
 
-@pytest.mark.parametrize(
-  'changes',
-  [
-    {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True},
-    slow(small.EXPERTS),
-  ],
-)
+@pytest.mark.parametrize('changes', [BIASES, slow(small.EXPERTS)])
 @pytest.mark.parametrize('dtype, error', [('float32', 1e-5), ('bfloat16', 0.05)])
 def test_output_major_matrices_compute_the_same(changes, dtype, error):
   model, params = small.model_and_params(**changes)
@@ -81,6 +82,91 @@ def test_output_major_matrices_compute_the_same(changes, dtype, error):
   for a, b in zip(expected, _prefill_and_decode(model, arranged), strict=True):
     scale = np.abs(a).max()
     np.testing.assert_allclose(a / scale, b / scale, atol=error)
+
+
+def _num_numbers(params):
+  """How many numbers parameters hold, without the padding of panels."""
+  is_panels = lambda x: isinstance(x, PanelMatrix)  # noqa: E731
+  leaves = jax.tree.leaves(params, is_leaf=is_panels)
+  return sum(math.prod(x.shape) for x in leaves)
+
+
+def _packs(changes, dtype, error):
+  """Packs a model's matrices, and compares what they compute; returns them."""
+  model, params = small.model_and_params(**changes)
+  plain = layer_stack.unstack(model.config, params)
+  packed = joined_products.pack(plain, dtype)
+  assert packed.keys() == plain.keys()
+  assert _num_numbers(packed) == _num_numbers(plain)
+  expected = _prefill_and_decode(model, plain)
+  if dtype == 'bfloat16':
+    model = dataclasses.replace(model, weights_dtype=dtype)
+  for a, b in zip(expected, _prefill_and_decode(model, packed), strict=True):
+    scale = np.abs(a).max()
+    np.testing.assert_allclose(a / scale, b / scale, atol=error)
+  return packed
+
+
+@NEEDS_PANELS
+@pytest.mark.parametrize(
+  'changes',
+  [
+    BIASES,
+    {'hidden_size': 23, 'intermediate_size': 41},
+    {'tie_embeddings': False},
+    slow(small.EXPERTS),
+  ],
+)
+@pytest.mark.parametrize('dtype, error', [('float32', 1e-5), ('bfloat16', 0.05)])
+def test_packed_matrices_compute_the_same(changes, dtype, error):
+  packed = _packs(changes, dtype, error)
+  layer = packed['layers'][0]
+  is_dense = 'num_experts' not in changes
+  names = [('attention', 'qkv'), ('attention', 'o')]
+  names += [('mlp', 'gate_up'), ('mlp', 'down')] if is_dense else []
+  for module, name in names:
+    one = layer[module][name]
+    assert 'kernel' not in one and one['panels'].panels.dtype == dtype
+  head = packed['embedding' if changes.get('tie_embeddings', True) else 'lm_head']
+  assert head.keys() == {'panels'} and head['panels'].panels.dtype == dtype
+  if head is not packed['embedding']:
+    assert packed['embedding']['table'].dtype == dtype
+
+
+@NEEDS_PANELS
+@pytest.mark.parametrize('dtype, error', [('float32', 1e-5), ('bfloat16', 0.05)])
+def test_packed_matrices_leave_adapters_apart(dtype, error):
+  lora = lora_adapters(rank=2, alpha=4.0, targets='k,up,lm_head')
+  packed = _packs({'lora': lora, 'tie_embeddings': False}, dtype, error)
+  adapted, layer = {'kernel', 'lora_a', 'lora_b'}, packed['layers'][0]
+  assert layer['attention']['k'].keys() == layer['mlp']['up'].keys() == adapted
+  assert packed['lm_head'].keys() == {'table', 'lora_a', 'lora_b'}
+  for module, names in (('attention', 'qvo'), ('mlp', ('gate', 'down'))):
+    for name in names:
+      assert layer[module][name].keys() == {'panels'}
+
+
+@NEEDS_PANELS
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_decode_reads_panels_as_they_lie(dtype):
+  model, params = small.model_and_params(hidden_size=32)
+  packed = joined_products.pack(layer_stack.unstack(model.config, params), dtype)
+  if dtype == 'bfloat16':
+    model = dataclasses.replace(model, weights_dtype=dtype)
+  ids = np.zeros(8, np.int32)
+  inputs = model.init_cache(8, 32), ids, ids, np.int32(1)
+  compiled = jax.jit(model.decode).lower(packed, *inputs).compile().as_text()
+  program = compiled.partition('\nENTRY ')[2]  # where arrays are written to memory
+  # Four products a layer, and the head's.
+  assert compiled.count(f'custom_call_target="{row_product.TARGET}"') == 3 * 4 + 1
+  form = {'float32': 'f32', 'bfloat16': 'bf16'}[dtype]
+  is_panels = lambda x: isinstance(x, PanelMatrix)  # noqa: E731
+  matrices = jax.tree.leaves(packed, is_leaf=is_panels)
+  for matrix in filter(is_panels, matrices):
+    lies, plain = (','.join(map(str, x.shape)) for x in (matrix.panels, matrix))
+    assert re.search(rf' = {form}\[{lies}\]\S* parameter\(', program)
+    assert not re.search(rf' = \w+\[{lies}\]\S* (?!parameter\()', program)
+    assert f'[{plain}]' not in program
 
 
 def test_layers_are_cut_by_a_program_each():

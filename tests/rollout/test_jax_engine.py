@@ -15,6 +15,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.model_runner import default_buckets
 from jaxrl.types import PromptTooLongError, SamplingParams
+from kernels import row_product
 from tests.models.families import cases
 
 CONFIG = ModelConfig(
@@ -378,3 +379,50 @@ async def test_an_engine_without_weights_says_so():
   with pytest.raises(ValueError, match='tokenizer'):
     await empty.generate('a', [1], SamplingParams(1, stop=('x',)))
   device_thread.close()
+
+
+async def greedy(weights_dtype):
+  """What an engine replies, and the names of arrays in which it keeps matrices."""
+  device_thread = DeviceThread()
+  engine = JaxEngine(
+    MODEL,
+    device_thread=device_thread,
+    max_num_seqs=4,
+    max_length=64,
+    weights_dtype=weights_dtype,
+  )
+  await engine.load(0, weights_of(0))
+  layers = engine._loaded_weights()[1]['layers']
+  kinds = {
+    kind
+    for layer in layers
+    for part in (layer['attention'], layer['mlp'])
+    for name, one in part.items()
+    if not name.endswith('norm')
+    for kind in one
+  }
+  rules = SamplingParams(max_tokens=12, temperature=0.0)
+  prompts = [prompt(i, 9 + i) for i in range(4)]
+  replies = await asyncio.gather(
+    *(engine.generate(f'{i}', ids, rules) for i, ids in enumerate(prompts))
+  )
+  device_thread.close()
+  return replies, kinds
+
+
+@pytest.mark.parametrize('dtype, kept', [('', 'kernel'), ('bfloat16', 'rows')])
+async def test_without_a_c_compiler_it_replies_the_same(dtype, kept, monkeypatch):
+  if why := row_product.obstacle('cpu'):
+    pytest.skip(f'the kernel {why}')
+  packed, kinds = await greedy(dtype)
+  assert kinds == {'panels'}
+  missing = 'needs a C compiler'
+  monkeypatch.setattr(row_product, 'obstacle', lambda *_, **options: missing)
+  plain, kinds = await greedy(dtype)
+  assert kinds == {kept}
+  for one, other in zip(packed, plain, strict=True):
+    np.testing.assert_array_equal(one.tokens, other.tokens)
+    # In bfloat16, x is rounded before each product, and where it falls between two
+    # numbers the last bit decides.
+    error = 0.05 if dtype else 1e-5
+    np.testing.assert_allclose(one.logprobs, other.logprobs, atol=error)
