@@ -10,46 +10,30 @@
    Shapes: x [R, D] times panels [N / P, D, P] float32, or [N / P, D / 2, P, 2] bfloat16
    where x is too and D is even. y [R, N] is float32; columns behind N are zero padding.
 
-   row_product.py builds this file. The interface is c_api.h of XLA's FFI. */
+   native.py builds this file. */
 
-#include <stdatomic.h>
-#include <stddef.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+#include "custom_call.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
 #endif
 
-#include "xla/ffi/api/c_api.h"
-
-#if defined(__AVX512F__)
-enum { LANES = 16, ROWS = 8 }; /* 24 of 32 registers hold sums */
-#elif defined(__x86_64__)
-enum { LANES = 8, ROWS = 4 }; /* 12 of 16 */
+#if defined(__x86_64__) && !defined(__AVX512F__)
+enum { ROWS = 4 }; /* 12 of 16 registers hold sums */
 #else
-enum { LANES = 4, ROWS = 8 };
+enum { ROWS = 8 }; /* 24 of 32 */
 #endif
 enum { VECTORS = 3, PANEL = VECTORS * LANES };
 enum { CHUNK_BYTES = 1 << 16, AHEAD_BYTES = 3072, LINE_BYTES = 64 };
 
-typedef float Floats __attribute__((vector_size(4 * LANES)));
-typedef Floats AnyFloats __attribute__((aligned(4), may_alias));
-typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
-typedef Words AnyWords __attribute__((aligned(4), may_alias));
-
-#define INLINE static inline __attribute__((always_inline))
-
 typedef struct {
+  Job job;
   const char *x, *panels;
   float *y;
   long rows, columns;
   long steps; /* inputs in float32, pairs of inputs in bfloat16: 4 bytes each */
   int is_bfloat16;
-  long num_panels, panels_a_chunk, num_chunks;
-  atomic_long next_chunk, chunks_done;
-  atomic_int owners;
+  long num_panels, panels_a_chunk;
 } Product;
 
 const int jaxrl_panel_columns = PANEL;
@@ -109,62 +93,14 @@ INLINE void whole_panel(const Product *p, long panel, int is_bfloat16) {
   if (row < p->rows) tile(p, row, panel, 1, is_bfloat16);
 }
 
-static void run_chunks(Product *p) {
-  for (;;) {
-    long chunk = atomic_fetch_add(&p->next_chunk, 1);
-    if (chunk >= p->num_chunks) return;
-    long panel = chunk * p->panels_a_chunk, end = panel + p->panels_a_chunk;
-    if (end > p->num_panels) end = p->num_panels;
-    if (p->is_bfloat16)
-      for (; panel < end; panel++) whole_panel(p, panel, 1);
-    else
-      for (; panel < end; panel++) whole_panel(p, panel, 0);
-    atomic_fetch_add_explicit(&p->chunks_done, 1, memory_order_release);
-  }
-}
-
-static void release(Product *p) {
-  if (atomic_fetch_sub(&p->owners, 1) == 1) free(p);
-}
-
-/* Runs on a thread of XLA's pool, maybe only once the product is done. */
-static void help(void *product) {
-  run_chunks(product);
-  release(product);
-}
-
-/* Asks XLA's thread pool for help. If it has none, the caller computes everything. */
-static void ask_for_help(const XLA_FFI_CallFrame *frame, Product *p) {
-  int64_t num_threads = 1;
-  XLA_FFI_ThreadPool_NumThreads_Args count = {0};
-  count.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
-  count.ctx = frame->ctx;
-  count.num_threads = &num_threads;
-  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
-  long helpers = num_threads < p->num_chunks ? num_threads : p->num_chunks;
-  for (long i = 1; !error && i < helpers; i++) {
-    XLA_FFI_ThreadPool_Schedule_Args task = {0};
-    task.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
-    task.ctx = frame->ctx;
-    task.task = help;
-    task.data = p;
-    atomic_fetch_add(&p->owners, 1);
-    error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
-    if (error) release(p);
-  }
-  if (!error) return;
-  XLA_FFI_Error_Destroy_Args destroy = {0};
-  destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
-  destroy.error = error;
-  frame->api->XLA_FFI_Error_Destroy(&destroy);
-}
-
-static XLA_FFI_Error *fail(const XLA_FFI_CallFrame *frame, const char *message) {
-  XLA_FFI_Error_Create_Args args = {0};
-  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
-  args.message = message;
-  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
-  return frame->api->XLA_FFI_Error_Create(&args);
+static void run_chunk(Job *job, long chunk) {
+  const Product *p = (const Product *)job;
+  long panel = chunk * p->panels_a_chunk, end = panel + p->panels_a_chunk;
+  if (end > p->num_panels) end = p->num_panels;
+  if (p->is_bfloat16)
+    for (; panel < end; panel++) whole_panel(p, panel, 1);
+  else
+    for (; panel < end; panel++) whole_panel(p, panel, 0);
 }
 
 static int has_shapes(
@@ -180,13 +116,7 @@ static int has_shapes(
 }
 
 XLA_FFI_Error *jaxrl_row_product(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Extension_Base *extension = frame->extension_start;
-  if (extension && extension->type == XLA_FFI_Extension_Metadata) {
-    XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
-    metadata->api_version.major_version = XLA_FFI_API_MAJOR;
-    metadata->api_version.minor_version = XLA_FFI_API_MINOR;
-    return NULL;
-  }
+  if (tells_version(frame)) return NULL;
   if (frame->args.size != 2 || frame->rets.size != 1)
     return fail(frame, "jaxrl_row_product takes two arrays and returns one");
   const XLA_FFI_Buffer *x = frame->args.args[0], *panels = frame->args.args[1];
@@ -201,15 +131,9 @@ XLA_FFI_Error *jaxrl_row_product(XLA_FFI_CallFrame *frame) {
   p->num_panels = panels->dims[0];
   long blocks = (p->rows + ROWS - 1) / ROWS;
   p->panels_a_chunk = CHUNK_BYTES / (p->steps * PANEL * 4 * blocks + 1) + 1;
-  p->num_chunks = (p->num_panels + p->panels_a_chunk - 1) / p->panels_a_chunk;
-  atomic_store(&p->owners, 1);
-  if (p->num_chunks > 1) ask_for_help(frame, p);
-  run_chunks(p);
-  while (atomic_load_explicit(&p->chunks_done, memory_order_acquire) < p->num_chunks) {
-#if defined(__x86_64__)
-    __builtin_ia32_pause(); /* a helper is in its last chunk: some microseconds */
-#endif
-  }
-  release(p);
+  p->job.run = run_chunk;
+  p->job.num_chunks = (p->num_panels + p->panels_a_chunk - 1) / p->panels_a_chunk;
+  run_job(frame, &p->job);
+  release(&p->job);
   return NULL;
 }

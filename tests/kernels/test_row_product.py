@@ -1,12 +1,10 @@
 """The row product in panels, against numpy, alone and beside others."""
 
 import concurrent.futures
-import functools
 import hashlib
 import os
 import pathlib
 import platform
-import shutil
 import subprocess
 import sys
 import time
@@ -17,8 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels import row_product
-from tests.processes import obeying_modes
+from kernels import native, row_product
 
 OBSTACLE = row_product.obstacle('cpu')
 pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f'the kernel {OBSTACLE}')
@@ -182,8 +179,8 @@ def test_older_processors_compute_the_same(
   if missing := needs - set(flags):
     pytest.skip(f'has no {", ".join(sorted(missing))}')
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
-  target = f'jaxrl_row_product_{processor}'
-  width = row_product.register(target, processor)
+  target = f'{row_product.TARGET}_{processor}'
+  width = native.register(processor, f'_{processor}')
   assert width == panel_columns
   for dtype in DTYPES:
     for inputs, columns in SHAPES:
@@ -196,28 +193,6 @@ def test_older_processors_compute_the_same(
         y = call(target, x[:rows], panels, columns)
         assert_is_product(y, x[:rows], matrix)
         np.testing.assert_array_equal(y, alone[:rows])
-
-
-@pytest.mark.parametrize('compiler', ['cc', 'gcc', 'clang'])
-def test_it_compiles_without_a_warning(compiler, tmp_path):
-  if shutil.which(compiler) is None:
-    pytest.skip(f'has no {compiler}')
-  options = [['-mcpu=native']]
-  if platform.machine() == 'x86_64':
-    options = [[f'-march={one}'] for one in ('native', 'x86-64-v3', 'x86-64-v4')]
-    # Without AVX, how a function returns 32 bytes is said to vary; all are inlined.
-    options.append(['-march=x86-64', '-Wno-psabi'])
-  for option in options:
-    flags = ['-std=gnu11', '-O3', '-Wall', '-Wextra', '-Werror', *option, '-fPIC', '-c']
-    command = [compiler, *flags, f'-I{jax.ffi.include_dir()}', str(row_product.SOURCE)]
-    done = subprocess.run(
-      [*command, '-o', str(tmp_path / 'row_product.o')],
-      capture_output=True,
-      text=True,
-      timeout=120,
-      check=False,
-    )
-    assert done.returncode == 0 and not done.stderr, (option, done.stderr)
 
 
 def misfits():
@@ -262,128 +237,13 @@ def test_what_does_not_fit_together_is_refused():
     call(row_product.TARGET, x, panels, columns, x)
 
 
-@pytest.fixture
-def unbuilt(monkeypatch, tmp_path):
-  """A process that has not built the kernel, of a user who never has."""
-  unregistered = row_product._registered.__wrapped__
-  monkeypatch.setattr(row_product, '_registered', unregistered)
-  monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
-  return monkeypatch
-
-
-def test_without_a_compiler_it_says_so(unbuilt, tmp_path):
-  unbuilt.setenv('PATH', str(tmp_path))
-  unbuilt.delenv('CC', raising=False)
-  missing = 'needs a C compiler (cc, gcc, clang or $CC), and finds none'
-  assert row_product.obstacle('cpu') == missing
-  unbuilt.setenv('CC', 'some-compiler')
-  assert row_product.obstacle('cpu') == missing
-  with pytest.raises(OSError, match='needs a C compiler'):
-    row_product.pack(jnp.zeros((2, 2)))
-  assert not (tmp_path / 'cache').exists()
-
-
-def test_a_compiler_that_fails_is_named(unbuilt, tmp_path):
-  unbuilt.setenv('CC', 'false')
-  assert row_product.obstacle('cpu').startswith(
-    f'is not compiled by {shutil.which("false")}'
-  )
-  failing = tmp_path / 'failing'
-  failing.write_text('#!/bin/sh\necho "no such processor" >&2\nexit 1\n')
-  failing.chmod(0o700)
-  unbuilt.setenv('CC', f'{failing} --some-option')
-  assert (
-    row_product.obstacle('cpu') == f'is not compiled by {failing}: no such processor'
-  )
-  assert list((tmp_path / 'cache' / 'jaxrl').iterdir()) == []
-
-
-def test_a_compiler_that_fails_is_tried_once(unbuilt, tmp_path):
-  tried = tmp_path / 'tried'
-  failing = tmp_path / 'failing'
-  failing.write_text(f'#!/bin/sh\necho >> {tried}\nprintf "\\377" >&2\nexit 1\n')
-  failing.chmod(0o700)
-  unbuilt.setenv('CC', str(failing))
-  unbuilt.setattr(row_product, '_registered', functools.cache(row_product._registered))
-  said = {row_product.obstacle('cpu') for _ in range(3)}
-  assert said == {f'is not compiled by {failing}: \ufffd'}
-  assert tried.read_text() == '\n'
-
-
-def test_options_of_a_missing_compiler_are_not_for_another(unbuilt):
-  unbuilt.delenv('CC', raising=False)
-  expected = row_product._compiler()
-  unbuilt.setenv('CC', 'some-compiler --some-option')
-  assert row_product._compiler() == expected
-  unbuilt.setenv('CC', f'{expected[0]} --some-option')
-  assert row_product._compiler() == [*expected, '--some-option']
-
-
-def test_a_compiler_that_hangs_is_ended(unbuilt, tmp_path):
-  hanging = tmp_path / 'hanging'
-  hanging.write_text('#!/bin/sh\nexec sleep 60\n')
-  hanging.chmod(0o700)
-  unbuilt.setenv('CC', str(hanging))
-  unbuilt.setattr(row_product, 'COMPILE_TIMEOUT_S', 0.2)
-  assert row_product.obstacle('cpu').startswith(f'took {hanging} over')
-
-
-def test_a_cache_that_is_a_file_is_named(unbuilt, tmp_path):
-  (tmp_path / 'cache').write_text('')
-  assert str(tmp_path / 'cache') in row_product.obstacle('cpu')
-  (tmp_path / 'cache').unlink()
-  (tmp_path / 'cache').mkdir()
-  (tmp_path / 'cache' / 'jaxrl').write_text('')
-  assert str(tmp_path / 'cache' / 'jaxrl') in row_product.obstacle('cpu')
-
-
-@pytest.mark.parametrize('folder', ['cache', 'cache/jaxrl'])
-def test_a_cache_that_is_read_only_is_named(folder, tmp_path):
-  closed = tmp_path / folder
-  closed.mkdir(parents=True)
-  closed.chmod(0o500)
-  program = "from kernels import row_product; print(row_product.obstacle('cpu'))"
-  said = subprocess.check_output(
-    obeying_modes([sys.executable, '-c', program]),
-    env=os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')},
-    text=True,
-    timeout=120,
-  )
-  assert 'Permission denied' in said and str(closed) in said
-
-
-def test_it_is_compiled_once_for_a_user(unbuilt, tmp_path):
-  library = row_product._built('native')
-  assert library.parent == tmp_path / 'cache' / 'jaxrl'
-  assert list(library.parent.iterdir()) == [library]
-
-  def fail(*arguments):
-    raise AssertionError(f'compiles again: {arguments}')
-
-  unbuilt.setattr(row_product, '_compile', fail)
-  assert row_product._built('native') == library
-  with pytest.raises(AssertionError, match='compiles again'):  # for another compiler
-    other = tmp_path / 'other'
-    other.symlink_to(shutil.which(row_product._compiler()[0]))
-    unbuilt.setenv('CC', str(other))
-    row_product._built('native')
-
-
-def test_the_cache_is_at_home_if_not_elsewhere(unbuilt, tmp_path):
-  unbuilt.delenv('XDG_CACHE_HOME')
-  unbuilt.setenv('HOME', str(tmp_path))
-  unbuilt.setattr(row_product, '_compile', lambda command, to: to.write_text('built'))
-  assert row_product._built('native').parent == tmp_path / '.cache' / 'jaxrl'
-
-
 @pytest.mark.parametrize('home', ['tpu', 'gpu', 'cuda'])
 def test_it_is_for_cpus(home):
   name = 'gpu' if home == 'cuda' else home
   assert row_product.obstacle(home) == f'is for cpu, not {name}'
 
 
-def test_it_is_not_taken_where_plain_jnp_is_asked_for(unbuilt):
-  unbuilt.setenv('CC', 'false')
+def test_it_is_not_taken_where_plain_jnp_is_asked_for():
   assert row_product.obstacle('cpu', kernels='reference') == 'not asked for'
   with pytest.raises(ValueError, match="kernels='fast' is not one of"):
     row_product.obstacle('cpu', kernels='fast')

@@ -47,6 +47,7 @@ def decode(
   new: dict[str, list] = {name: [()] * len(rows) for name, rows in cache.items()}
   # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
   weights = layer_stack.unstack(model.config, params)['layers']
+  is_packed = layer_stack.has_panels(params)
   for i, layer_params in enumerate(weights):
     block = layer_stack.block(model.config.layer(i), layer_params)
 
@@ -73,6 +74,8 @@ def decode(
           new[name][i] = caches.write(*write_args, wraps, slots=slots)
       at = i if k is not None else model.config.layer(i).kv_layer
       chunks = new['k'][at], new['v'][at]
+      if model.exact is None:
+        rules = rules | {'native': is_packed}
       if rows is not None:
         out = rows.attend(q, *chunks, limit, exact=model.exact is not None, **rules)
       elif model.exact is None:

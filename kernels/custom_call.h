@@ -1,0 +1,110 @@
+/* What the kernels for CPUs share: vectors, and jobs of several threads.
+
+   A kernel is a custom call of XLA (c_api.h of its FFI). Its work is a job of chunks,
+   which the calling thread and threads of XLA's pool take until none is left. */
+
+#include <stdatomic.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include "xla/ffi/api/c_api.h"
+
+#if defined(__AVX512F__)
+enum { LANES = 16 };
+#elif defined(__x86_64__)
+enum { LANES = 8 };
+#else
+enum { LANES = 4 };
+#endif
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef Floats AnyFloats __attribute__((aligned(4), may_alias));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+typedef Words AnyWords __attribute__((aligned(4), may_alias));
+
+#define INLINE static inline __attribute__((always_inline))
+
+typedef struct Job {
+  void (*run)(struct Job *, long chunk);
+  long num_chunks;
+  atomic_long next_chunk, chunks_done;
+  atomic_int owners;
+} Job;
+
+static void run_chunks(Job *job) {
+  for (;;) {
+    long chunk = atomic_fetch_add(&job->next_chunk, 1);
+    if (chunk >= job->num_chunks) return;
+    job->run(job, chunk);
+    atomic_fetch_add_explicit(&job->chunks_done, 1, memory_order_release);
+  }
+}
+
+static void release(Job *job) {
+  if (atomic_fetch_sub(&job->owners, 1) == 1) free(job);
+}
+
+/* Runs on a thread of XLA's pool, maybe only once the job is done. */
+static void help(void *job) {
+  run_chunks(job);
+  release(job);
+}
+
+/* Asks XLA's thread pool for help. If it has none, the caller computes everything. */
+static void ask_for_help(const XLA_FFI_CallFrame *frame, Job *job) {
+  int64_t num_threads = 1;
+  XLA_FFI_ThreadPool_NumThreads_Args count = {0};
+  count.struct_size = XLA_FFI_ThreadPool_NumThreads_Args_STRUCT_SIZE;
+  count.ctx = frame->ctx;
+  count.num_threads = &num_threads;
+  XLA_FFI_Error *error = frame->api->XLA_FFI_ThreadPool_NumThreads(&count);
+  long helpers = num_threads < job->num_chunks ? num_threads : job->num_chunks;
+  for (long i = 1; !error && i < helpers; i++) {
+    XLA_FFI_ThreadPool_Schedule_Args task = {0};
+    task.struct_size = XLA_FFI_ThreadPool_Schedule_Args_STRUCT_SIZE;
+    task.ctx = frame->ctx;
+    task.task = help;
+    task.data = job;
+    atomic_fetch_add(&job->owners, 1);
+    error = frame->api->XLA_FFI_ThreadPool_Schedule(&task);
+    if (error) release(job);
+  }
+  if (!error) return;
+  XLA_FFI_Error_Destroy_Args destroy = {0};
+  destroy.struct_size = XLA_FFI_Error_Destroy_Args_STRUCT_SIZE;
+  destroy.error = error;
+  frame->api->XLA_FFI_Error_Destroy(&destroy);
+}
+
+/* Runs a job from calloc and waits for its end. The caller still has to release it. */
+static void run_job(const XLA_FFI_CallFrame *frame, Job *job) {
+  atomic_store(&job->owners, 1);
+  if (job->num_chunks > 1) ask_for_help(frame, job);
+  run_chunks(job);
+  while (atomic_load_explicit(&job->chunks_done, memory_order_acquire) < job->num_chunks) {
+#if defined(__x86_64__)
+    __builtin_ia32_pause(); /* a helper is in its last chunk: some microseconds */
+#endif
+  }
+}
+
+static XLA_FFI_Error *fail(const XLA_FFI_CallFrame *frame, const char *message) {
+  XLA_FFI_Error_Create_Args args = {0};
+  args.struct_size = XLA_FFI_Error_Create_Args_STRUCT_SIZE;
+  args.message = message;
+  args.errc = XLA_FFI_Error_Code_INVALID_ARGUMENT;
+  return frame->api->XLA_FFI_Error_Create(&args);
+}
+
+/* Answers a call that only asks for the version of the interface. */
+static int tells_version(XLA_FFI_CallFrame *frame) {
+  XLA_FFI_Extension_Base *extension = frame->extension_start;
+  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
+  XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+  metadata->api_version.major_version = XLA_FFI_API_MAJOR;
+  metadata->api_version.minor_version = XLA_FFI_API_MINOR;
+  return 1;
+}
