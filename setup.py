@@ -131,6 +131,7 @@ setup(
   packages=find_packages(include=[f'{name}*' for name in PACKAGES]),
   package_data={
     **{name: ['py.typed'] for name in PACKAGES},
+    'kernels': ['py.typed', '*.c'],
     'launch.report': ['static/*'],
   },
   install_requires=CORE,

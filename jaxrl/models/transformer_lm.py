@@ -50,7 +50,7 @@ class TransformerLM:
       `attention`.
     router_replay: Whether the cache also records each token's experts, for the learner.
     row_segments: The most segments of a row, see `attention`; 0 for not known.
-    weights_dtype: Of matrices that `decoding.output_major` has arranged; '' for others.
+    weights_dtype: Of matrices that `decoding.weight_layout` has cast; '' for others.
     rounding: The `BlockFormat` to which `policy_outputs` rounds matrices, if any.
   """
 

@@ -156,6 +156,7 @@ def test_decode_reads_panels_as_they_lie(dtype):
   ids = np.zeros(8, np.int32)
   inputs = model.init_cache(8, 32), ids, ids, np.int32(1)
   compiled = jax.jit(model.decode).lower(packed, *inputs).compile().as_text()
+  assert compiled
   program = compiled.partition('\nENTRY ')[2]  # where arrays are written to memory
   # Four products a layer, and the head's.
   assert compiled.count(f'custom_call_target="{row_product.TARGET}"') == 3 * 4 + 1

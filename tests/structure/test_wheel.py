@@ -1,4 +1,7 @@
-"""The wheel has what it needs: it trains from another folder, without the checkout."""
+"""The wheel has what it needs: it trains from another folder, without the checkout.
+
+And a wheel is built with every file beside the modules.
+"""
 
 import pathlib
 import subprocess
@@ -7,6 +10,7 @@ import sys
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[2]
+PACKAGES = ['jaxrl', 'kernels', 'launch', 'configs']
 UV = str(pathlib.Path(sys.executable).with_name('uv'))
 
 
@@ -16,6 +20,25 @@ def run(*command, cwd=ROOT):
   )
   assert done.returncode == 0, done.stdout + done.stderr
   return done.stdout
+
+
+def data_files(root):
+  """The files of our packages below a folder that are no modules."""
+  files = (file for name in PACKAGES for file in (root / name).rglob('*'))
+  return {
+    str(file.relative_to(root))
+    for file in files
+    if file.is_file()
+    and file.suffix not in ('.py', '.pyc', '.ipynb')
+    and file.name != 'BUILD'
+  }
+
+
+def test_a_wheel_has_every_file_beside_the_modules(tmp_path):
+  run(sys.executable, 'setup.py', '--quiet', 'build_py', '--build-lib', str(tmp_path))
+  built = data_files(tmp_path)
+  assert built == data_files(ROOT)
+  assert {'kernels/row_product.c', 'launch/report/static/style.css'} <= built
 
 
 @pytest.mark.slow
@@ -39,6 +62,7 @@ def test_an_empty_environment_trains_with_the_wheel(tmp_path):
   assert 'Finished.' in said
   assert (elsewhere / 'runs' / 'debug' / 'report.html').is_file()
   typed = [*(tmp_path / 'venv').glob('lib/*/site-packages/*/py.typed')]
-  assert {'jaxrl', 'kernels', 'launch', 'configs'} <= {
-    file.parent.name for file in typed
-  }
+  assert set(PACKAGES) <= {file.parent.name for file in typed}
+  obstacle = "from kernels import row_product; print(row_product.obstacle('cpu'))"
+  said = run(python, '-c', obstacle, cwd=elsewhere)
+  assert said == run(sys.executable, '-c', obstacle)

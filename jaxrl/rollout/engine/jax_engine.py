@@ -88,10 +88,12 @@ class JaxEngine(EngineBase):
       take them too (https://arxiv.org/abs/2510.11370).
     weights_dtype: 'bfloat16' keeps the matrices of attention and MLPs, the embedding
       table and the LM head in it, on one CPU device: it reads half as much for a token
-      as float32, and rounds what is multiplied. That pays where the processor
-      multiplies bfloat16 itself, as with AMX, and not with AVX2 alone. 'int8' and
-      'float8_e4m3fn' keep the matrices of attention, MLPs and experts in 8 bits, on any
-      device, and decode them in front of each product. '' is the model's type.
+      as float32, and rounds what is multiplied. With a C compiler, a kernel multiplies
+      it, with AVX-512's bfloat16 products or else in float32. Without one, XLA does,
+      and it pays where XLA has bfloat16 products, as with AMX, not with AVX2 alone.
+      'int8' and 'float8_e4m3fn' keep the matrices of attention, MLPs and experts in 8
+      bits, on any device, and decode them in front of each product. '' is the model's
+      type.
     weights_block: Inputs that share the scale of 8-bit weights, at most.
     draft_tokens: Most tokens that a step guesses of a request and checks in the rows of
       idle slots; tokens and log-probs stay the same, bit for bit. 0 guesses none.
