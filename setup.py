@@ -131,7 +131,7 @@ setup(
   packages=find_packages(include=[f'{name}*' for name in PACKAGES]),
   package_data={
     **{name: ['py.typed'] for name in PACKAGES},
-    'kernels': ['py.typed', '*.c'],
+    'kernels.native': ['*.c', '*.h'],
     'launch.report': ['static/*'],
   },
   install_requires=CORE,

@@ -327,7 +327,7 @@ def decode_attention(
   kv_heads = k_chunks[0].shape[1]
   q = q.astype(jnp.float32) * (dim**-0.5 if scale is None else scale)
   if native and sinks is None and not (window or softcap):
-    from kernels import cached_attention  # engines on CPUs have it
+    from kernels.native import cached_attention  # engines on CPUs have it
 
     if cached_attention.fits(k_chunks, v_chunks):
       # Idle slots are at the cache's end, where nothing needs to be read for them.

@@ -297,7 +297,7 @@ def vocabulary_product(head: Params, hidden: jax.Array, is_arranged: bool) -> ja
     `[…, V]` float32.
   """
   if 'panels' in head:
-    from kernels import row_product  # engines on CPUs have them
+    from kernels.native import row_product  # engines on CPUs have them
 
     return row_product.multiply(hidden, head['panels'])
   table = head['table']

@@ -15,7 +15,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.model_runner import default_buckets
 from jaxrl.types import PromptTooLongError, SamplingParams
-from kernels import row_product
+from kernels.native import row_product
 from tests.models.families import cases
 
 CONFIG = ModelConfig(

@@ -38,7 +38,7 @@ def test_a_wheel_has_every_file_beside_the_modules(tmp_path):
   run(sys.executable, 'setup.py', '--quiet', 'build_py', '--build-lib', str(tmp_path))
   built = data_files(tmp_path)
   assert built == data_files(ROOT)
-  assert {'kernels/row_product.c', 'launch/report/static/style.css'} <= built
+  assert {'kernels/native/row_product.c', 'launch/report/static/style.css'} <= built
 
 
 @pytest.mark.slow
@@ -63,6 +63,8 @@ def test_an_empty_environment_trains_with_the_wheel(tmp_path):
   assert (elsewhere / 'runs' / 'debug' / 'report.html').is_file()
   typed = [*(tmp_path / 'venv').glob('lib/*/site-packages/*/py.typed')]
   assert set(PACKAGES) <= {file.parent.name for file in typed}
-  obstacle = "from kernels import row_product; print(row_product.obstacle('cpu'))"
+  obstacle = (
+    "from kernels.native import row_product; print(row_product.obstacle('cpu'))"
+  )
   said = run(python, '-c', obstacle, cwd=elsewhere)
   assert said == run(sys.executable, '-c', obstacle)

@@ -17,8 +17,8 @@ import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params
-from kernels import row_product
-from kernels.row_product import PanelMatrix
+from kernels.native import row_product
+from kernels.native.row_product import PanelMatrix
 
 # Where in a layer's parameters they lie: the module, what is joined, and its new name.
 JOINED = (('attention', ('q', 'k', 'v'), 'qkv'), ('mlp', ('gate', 'up'), 'gate_up'))

@@ -40,7 +40,7 @@ def arrange(
 
     params = eight_bit_weights.encode(params, weights_format)
   elif platform == 'cpu' and num_devices == 1 and model.exact is None:
-    from kernels import row_product  # not for other platforms
+    from kernels.native import row_product  # not for other platforms
 
     dtype = model.weights_dtype or model.dtype
     known = dtype in row_product.DTYPES

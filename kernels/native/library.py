@@ -1,4 +1,4 @@
-"""Native kernels are C functions that XLA calls on a CPU.
+"""The library of native kernels is compiled where it is used.
 
 The first process that needs them compiles them for its processor, which takes a second
 or two, and keeps them in the user's cache. Without a C compiler, `obstacle` says so,

@@ -11,8 +11,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from kernels import native
 from kernels.dispatch import REFERENCE, choose, only_on, platform_of
+from kernels.native import library
 
 TARGET = 'jaxrl_row_product'
 DTYPES = ('float32', 'bfloat16')
@@ -64,7 +64,7 @@ def obstacle(platform: str | None, *, kernels: str = 'auto') -> str:
   platform = platform_of(platform)
   able = only_on('cpu', multiply, platform=platform)
   if not isinstance(able, str) and kernels != REFERENCE:
-    able = native.obstacle() or able
+    able = library.obstacle() or able
   candidates = {'panels': able, REFERENCE: reference}
   if choose('row product', candidates, platform=platform, option=kernels) == 'panels':
     return ''
@@ -83,7 +83,7 @@ def pack(matrix: jax.Array) -> PanelMatrix:
   """
   if matrix.dtype.name not in DTYPES:
     raise TypeError(f'panels are in {" or ".join(DTYPES)}, not {matrix.dtype}')
-  (inputs, columns), width = matrix.shape, native.panel_columns()
+  (inputs, columns), width = matrix.shape, library.panel_columns()
   pairs = 2 if matrix.dtype == jnp.bfloat16 else 1
   padding = (0, -inputs % pairs), (0, -columns % width)
   steps = jnp.pad(matrix, padding).reshape(-(-inputs // pairs), pairs, -1, width)
@@ -108,7 +108,7 @@ def multiply(x: jax.Array, matrix: PanelMatrix) -> jax.Array:
   Raises:
     OSError: If the kernel cannot be compiled or loaded here.
   """
-  native.panel_columns()
+  library.panel_columns()
   inputs, columns = matrix.shape
   rows = x.reshape(-1, inputs).astype(matrix.panels.dtype)
   if matrix.panels.ndim == 4:

@@ -10,7 +10,7 @@
    Shapes: q [S, H, d], positions [S] int32, then the chunks' keys [S, K, d, C] and their
    values [S, K, C, d], all float32; C is a multiple of 32. The result is [S, H, d].
 
-   native.py builds this file. */
+   library.py builds this file. */
 
 #include <math.h>
 

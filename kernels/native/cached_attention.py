@@ -9,7 +9,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from kernels import native
+from kernels.native import library
 
 TARGET = 'jaxrl_cached_attention'
 MULTIPLE, MOST_CHUNKS = 32, 64  # positions of a chunk; chunks
@@ -54,7 +54,7 @@ def attend(
   Raises:
     OSError: If the kernel cannot be compiled or loaded here.
   """
-  native.panel_columns()  # raises
+  library.panel_columns()  # raises
   out = jax.ShapeDtypeStruct(q.shape, jnp.float32)
   positions = positions.astype(jnp.int32)
   return jax.ffi.ffi_call(TARGET, out)(q, positions, *k_chunks, *v_chunks)

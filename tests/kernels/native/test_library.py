@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels import native, row_product
+from kernels.native import library, row_product
 from tests.processes import obeying_modes
 
-OBSTACLE = native.obstacle()
+OBSTACLE = library.obstacle()
 pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f'the kernel {OBSTACLE}')
 
 
@@ -28,7 +28,7 @@ def test_it_compiles_without_a_warning(compiler, tmp_path):
     options = [[f'-march={one}'] for one in ('native', 'x86-64-v3', 'x86-64-v4')]
     # Without AVX, how a function returns 32 bytes is said to vary; all are inlined.
     options.append(['-march=x86-64', '-Wno-psabi'])
-  for source, option in itertools.product(native.SOURCES, options):
+  for source, option in itertools.product(library.SOURCES, options):
     flags = ['-std=gnu11', '-O3', '-Wall', '-Wextra', '-Werror', *option, '-fPIC', '-c']
     command = [compiler, *flags, f'-I{jax.ffi.include_dir()}', str(source)]
     done = subprocess.run(
@@ -44,8 +44,8 @@ def test_it_compiles_without_a_warning(compiler, tmp_path):
 @pytest.fixture
 def unbuilt(monkeypatch, tmp_path):
   """A process that has not built the kernel, of a user who never has."""
-  unregistered = native._registered.__wrapped__
-  monkeypatch.setattr(native, '_registered', unregistered)
+  unregistered = library._registered.__wrapped__
+  monkeypatch.setattr(library, '_registered', unregistered)
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path / 'cache'))
   return monkeypatch
 
@@ -83,7 +83,7 @@ def test_a_compiler_that_fails_is_tried_once(unbuilt, tmp_path):
   failing.write_text(f'#!/bin/sh\necho >> {tried}\nprintf "\\377" >&2\nexit 1\n')
   failing.chmod(0o700)
   unbuilt.setenv('CC', str(failing))
-  unbuilt.setattr(native, '_registered', functools.cache(native._registered))
+  unbuilt.setattr(library, '_registered', functools.cache(library._registered))
   said = {row_product.obstacle('cpu') for _ in range(3)}
   assert said == {f'is not compiled by {failing}: \ufffd'}
   assert tried.read_text() == '\n'
@@ -98,11 +98,11 @@ def test_a_command_that_is_not_one_is_named(unbuilt):
 
 def test_options_of_a_missing_compiler_are_not_for_another(unbuilt):
   unbuilt.delenv('CC', raising=False)
-  expected = native._compiler()
+  expected = library._compiler()
   unbuilt.setenv('CC', 'some-compiler --some-option')
-  assert native._compiler() == expected
+  assert library._compiler() == expected
   unbuilt.setenv('CC', f'{expected[0]} --some-option')
-  assert native._compiler() == [*expected, '--some-option']
+  assert library._compiler() == [*expected, '--some-option']
 
 
 def test_a_compiler_that_hangs_is_ended(unbuilt, tmp_path):
@@ -110,7 +110,7 @@ def test_a_compiler_that_hangs_is_ended(unbuilt, tmp_path):
   hanging.write_text('#!/bin/sh\nexec sleep 60\n')
   hanging.chmod(0o700)
   unbuilt.setenv('CC', str(hanging))
-  unbuilt.setattr(native, 'COMPILE_TIMEOUT_S', 0.2)
+  unbuilt.setattr(library, 'COMPILE_TIMEOUT_S', 0.2)
   assert row_product.obstacle('cpu').startswith(f'took {hanging} over')
 
 
@@ -128,7 +128,7 @@ def test_a_cache_that_is_read_only_is_named(folder, tmp_path):
   closed = tmp_path / folder
   closed.mkdir(parents=True)
   closed.chmod(0o500)
-  program = "from kernels import row_product; print(row_product.obstacle('cpu'))"
+  program = "from kernels.native import row_product; print(row_product.obstacle('cpu'))"
   said = subprocess.check_output(
     obeying_modes([sys.executable, '-c', program]),
     env=os.environ | {'XDG_CACHE_HOME': str(tmp_path / 'cache')},
@@ -139,24 +139,24 @@ def test_a_cache_that_is_read_only_is_named(folder, tmp_path):
 
 
 def test_it_is_compiled_once_for_a_user(unbuilt, tmp_path):
-  library = native._built('native')
-  assert library.parent == tmp_path / 'cache' / 'jaxrl'
-  assert list(library.parent.iterdir()) == [library]
+  built = library._built('native')
+  assert built.parent == tmp_path / 'cache' / 'jaxrl'
+  assert list(built.parent.iterdir()) == [built]
 
   def fail(*arguments):
     raise AssertionError(f'compiles again: {arguments}')
 
-  unbuilt.setattr(native, '_compile', fail)
-  assert native._built('native') == library
+  unbuilt.setattr(library, '_compile', fail)
+  assert library._built('native') == built
   with pytest.raises(AssertionError, match='compiles again'):  # for another compiler
     other = tmp_path / 'other'
-    other.symlink_to(shutil.which(native._compiler()[0]))
+    other.symlink_to(shutil.which(library._compiler()[0]))
     unbuilt.setenv('CC', str(other))
-    native._built('native')
+    library._built('native')
 
 
 def test_the_cache_is_at_home_if_not_elsewhere(unbuilt, tmp_path):
   unbuilt.delenv('XDG_CACHE_HOME')
   unbuilt.setenv('HOME', str(tmp_path))
-  unbuilt.setattr(native, '_compile', lambda command, to: to.write_text('built'))
-  assert native._built('native').parent == tmp_path / '.cache' / 'jaxrl'
+  unbuilt.setattr(library, '_compile', lambda command, to: to.write_text('built'))
+  assert library._built('native').parent == tmp_path / '.cache' / 'jaxrl'

@@ -15,7 +15,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from kernels import native, row_product
+from kernels.native import library, row_product
 
 OBSTACLE = row_product.obstacle('cpu')
 pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f'the kernel {OBSTACLE}')
@@ -111,7 +111,7 @@ def test_a_row_has_the_bits_that_it_has_alone(dtype):
 PRODUCTS = """
 import os, sys
 os.sched_setaffinity(0, set(map(int, sys.argv[1:])))
-from tests.kernels import test_row_product
+from tests.kernels.native import test_row_product
 print(test_row_product.digest())
 """
 
@@ -180,7 +180,7 @@ def test_older_processors_compute_the_same(
     pytest.skip(f'has no {", ".join(sorted(missing))}')
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   target = f'{row_product.TARGET}_{processor}'
-  width = native.register(processor, f'_{processor}')
+  width = library.register(processor, f'_{processor}')
   assert width == panel_columns
   for dtype in DTYPES:
     for inputs, columns in SHAPES:

@@ -10,7 +10,7 @@
    Shapes: x [R, D] times panels [N / P, D, P] float32, or [N / P, D / 2, P, 2] bfloat16
    where x is too and D is even. y [R, N] is float32; columns behind N are zero padding.
 
-   native.py builds this file. */
+   library.py builds this file. */
 
 #include "custom_call.h"
 

@@ -5,10 +5,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels import cached_attention, native
 from kernels.attention import decode_attention
+from kernels.native import cached_attention, library
 
-OBSTACLE = native.obstacle()
+OBSTACLE = library.obstacle()
 pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f'the kernel {OBSTACLE}')
 # Slots, heads, heads of keys, width, sizes of chunks.
 CASES = {

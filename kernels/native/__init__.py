@@ -1,0 +1,1 @@
+"""Native kernels are C functions that XLA calls on a CPU."""
