@@ -1,15 +1,21 @@
 """Marks that tests share: what `make test` leaves out, and what runs in one process."""
 
 import pathlib
+import shutil
 from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
 
 from jaxrl.envs.sandbox import local_sandbox
+from kernels.native import library
 
 SANDBOXED = pytest.mark.skipif(
   bool(reason := local_sandbox.unsupported_reason()), reason=reason
+)
+# With a C compiler, kernels that cannot be built are a fault.
+NEEDS_COMPILER = pytest.mark.skipif(
+  not any(map(shutil.which, library.COMPILERS)), reason='has no C compiler'
 )
 # Tests in one process, since torch is long to import.
 TORCH = pytest.mark.xdist_group('torch')

@@ -101,9 +101,9 @@ static XLA_FFI_Error *fail(const XLA_FFI_CallFrame *frame, const char *message) 
 
 /* Answers a call that only asks for the version of the interface. */
 static int tells_version(XLA_FFI_CallFrame *frame) {
-  XLA_FFI_Extension_Base *extension = frame->extension_start;
-  if (!extension || extension->type != XLA_FFI_Extension_Metadata) return 0;
-  XLA_FFI_Metadata *metadata = ((XLA_FFI_Metadata_Extension *)extension)->metadata;
+  XLA_FFI_Metadata_Extension *asked = (XLA_FFI_Metadata_Extension *)frame->extension_start;
+  if (!asked || asked->extension_base.type != XLA_FFI_Extension_Metadata) return 0;
+  XLA_FFI_Metadata *metadata = asked->metadata;
   metadata->api_version.major_version = XLA_FFI_API_MAJOR;
   metadata->api_version.minor_version = XLA_FFI_API_MINOR;
   return 1;

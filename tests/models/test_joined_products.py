@@ -16,11 +16,9 @@ from jaxrl.models.lora import lora_adapters
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from kernels.native import cached_attention, row_product
 from kernels.native.row_product import PanelMatrix
-from tests.marks import slow
+from tests.marks import NEEDS_COMPILER, slow
 from tests.models import small
 
-OBSTACLE = row_product.obstacle('cpu')
-NEEDS_PANELS = pytest.mark.skipif(bool(OBSTACLE), reason=f'the kernel {OBSTACLE}')
 BIASES = {'family': 'qwen2', 'qk_norm': False, 'attention_bias': True}
 
 
@@ -107,7 +105,7 @@ def _packs(changes, dtype, error):
   return packed
 
 
-@NEEDS_PANELS
+@NEEDS_COMPILER
 @pytest.mark.parametrize(
   'changes',
   [
@@ -133,7 +131,7 @@ def test_packed_matrices_compute_the_same(changes, dtype, error):
     assert packed['embedding']['table'].dtype == dtype
 
 
-@NEEDS_PANELS
+@NEEDS_COMPILER
 @pytest.mark.parametrize('dtype, error', [('float32', 1e-5), ('bfloat16', 0.05)])
 def test_packed_matrices_leave_adapters_apart(dtype, error):
   lora = lora_adapters(rank=2, alpha=4.0, targets='k,up,lm_head')
@@ -146,7 +144,7 @@ def test_packed_matrices_leave_adapters_apart(dtype, error):
       assert layer[module][name].keys() == {'panels'}
 
 
-@NEEDS_PANELS
+@NEEDS_COMPILER
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_decode_reads_panels_as_they_lie(dtype):
   model, params = small.model_and_params(hidden_size=32)

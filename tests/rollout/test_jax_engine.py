@@ -16,6 +16,7 @@ from jaxrl.rollout.engine.jax_engine import JaxEngine
 from jaxrl.rollout.engine.model_runner import default_buckets
 from jaxrl.types import PromptTooLongError, SamplingParams
 from kernels.native import row_product
+from tests.marks import NEEDS_COMPILER
 from tests.models.families import cases
 
 CONFIG = ModelConfig(
@@ -410,10 +411,9 @@ async def greedy(weights_dtype):
   return replies, kinds
 
 
+@NEEDS_COMPILER
 @pytest.mark.parametrize('dtype, kept', [('', 'kernel'), ('bfloat16', 'rows')])
 async def test_without_a_c_compiler_it_replies_the_same(dtype, kept, monkeypatch):
-  if why := row_product.obstacle('cpu'):
-    pytest.skip(f'the kernel {why}')
   packed, kinds = await greedy(dtype)
   assert kinds == {'panels'}
   missing = 'needs a C compiler'

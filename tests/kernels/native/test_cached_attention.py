@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from kernels.attention import decode_attention
-from kernels.native import cached_attention, library
+from kernels.native import cached_attention
+from tests.marks import NEEDS_COMPILER
 
-OBSTACLE = library.obstacle()
-pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f'the kernel {OBSTACLE}')
+pytestmark = NEEDS_COMPILER
 # Slots, heads, heads of keys, width, sizes of chunks.
 CASES = {
   'heads that share keys in threes': (8, 9, 3, 64, (64, 64, 64)),

@@ -16,9 +16,9 @@ import numpy as np
 import pytest
 
 from kernels.native import library, row_product
+from tests.marks import NEEDS_COMPILER
 
-OBSTACLE = row_product.obstacle('cpu')
-pytestmark = pytest.mark.skipif(bool(OBSTACLE), reason=f'the kernel {OBSTACLE}')
+pytestmark = NEEDS_COMPILER
 DTYPES = ['float32', 'bfloat16']
 ROWS = [*range(1, 10), 13, 64]
 # One column; no whole panel; whole ones; several threads, and a rest.
