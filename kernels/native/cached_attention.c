@@ -206,15 +206,18 @@ XLA_FFI_Error *jaxrl_cached_attention(XLA_FFI_CallFrame *frame) {
     free(a);
     return fail(frame, "jaxrl_cached_attention: shapes or types do not fit together");
   }
-  for (long slot = 0; slot < a->slots; slot++)
+  long seen = 0;
+  for (long slot = 0; slot < a->slots; slot++) {
     if (a->positions[slot] < 0) {
       free(a);
       return fail(frame, "jaxrl_cached_attention: a position is negative");
     }
+    seen += a->positions[slot] + 1L;
+  }
   a->job.run = run_task;
   long group = a->heads / a->kv_heads;
   a->job.num_chunks = a->slots * a->kv_heads * ((group + QUERIES - 1) / QUERIES);
-  run_job(frame, &a->job);
+  run_job(frame, &a->job, seen * a->kv_heads * a->dim * 8);
   int out_of_memory = atomic_load(&a->out_of_memory);
   release(&a->job);
   return out_of_memory ? fail(frame, "jaxrl_cached_attention: out of memory") : NULL;

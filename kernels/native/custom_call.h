@@ -3,6 +3,7 @@
    A kernel is a custom call of XLA (c_api.h of its FFI). Its work is a job of chunks,
    which the calling thread and threads of XLA's pool take until none is left. */
 
+#include <sched.h>
 #include <stdatomic.h>
 #include <stddef.h>
 #include <stdint.h>
@@ -18,6 +19,8 @@ enum { LANES = 8 };
 #else
 enum { LANES = 4 };
 #endif
+
+enum { SHARED_BYTES = 1 << 20, MOST_PAUSES = 1 << 10 };
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef Floats AnyFloats __attribute__((aligned(4), may_alias));
@@ -79,14 +82,20 @@ static void ask_for_help(const XLA_FFI_CallFrame *frame, Job *job) {
   frame->api->XLA_FFI_Error_Destroy(&destroy);
 }
 
-/* Runs a job from calloc and waits for its end. The caller still has to release it. */
-static void run_job(const XLA_FFI_CallFrame *frame, Job *job) {
+/* Runs a job from calloc and waits for its end. The caller still has to release it.
+
+   Threads take microseconds to wake, so that a job which reads little is done sooner by
+   the caller alone. */
+static void run_job(const XLA_FFI_CallFrame *frame, Job *job, long bytes_read) {
   atomic_store(&job->owners, 1);
-  if (job->num_chunks > 1) ask_for_help(frame, job);
+  if (job->num_chunks > 1 && bytes_read >= SHARED_BYTES) ask_for_help(frame, job);
   run_chunks(job);
-  while (atomic_load_explicit(&job->chunks_done, memory_order_acquire) < job->num_chunks) {
+  for (long i = 0; /* helpers are in their last chunks: some microseconds */
+       atomic_load_explicit(&job->chunks_done, memory_order_acquire) < job->num_chunks;
+       i++) {
+    if (i > MOST_PAUSES) sched_yield(); /* one may be waiting for this processor */
 #if defined(__x86_64__)
-    __builtin_ia32_pause(); /* a helper is in its last chunk: some microseconds */
+    __builtin_ia32_pause();
 #endif
   }
 }

@@ -133,7 +133,7 @@ XLA_FFI_Error *jaxrl_row_product(XLA_FFI_CallFrame *frame) {
   p->panels_a_chunk = CHUNK_BYTES / (p->steps * PANEL * 4 * blocks + 1) + 1;
   p->job.run = run_chunk;
   p->job.num_chunks = (p->num_panels + p->panels_a_chunk - 1) / p->panels_a_chunk;
-  run_job(frame, &p->job);
+  run_job(frame, &p->job, p->num_panels * p->steps * PANEL * 4 * blocks);
   release(&p->job);
   return NULL;
 }

@@ -1,23 +1,34 @@
 """Kernels on and off: a step of the toy, and log-probs of a large vocabulary's tokens.
 
-The two take turns. What `auto` chooses here is logged; where it chooses the reference,
+And what decoding consists of on a CPU: 8 rows times matrices of SmolLM2's shape, as XLA
+multiplies them and in panels, and attention to 8 slots of a cache.
+
+All take turns. What `auto` chooses here is logged; where it chooses the reference,
 both are the same program.
 """
 
 import asyncio
+import functools
 import logging
 import statistics
 import time
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
+from kernels.attention import decode_attention
 from kernels.dispatch import KERNEL_OPTIONS
+from kernels.native import library, row_product
 from tests.benchmarks import toy
 
 TOKENS, WIDTH, VOCAB = 1024, 256, 32_768
+# Inputs, columns, and as many matrices as no cache holds.
+MATRICES = ((576, 3072, 30), (1536, 576, 60), (576, 49_152, 2))
+FEW_ROWS = 8
+CACHES = (64, 192, 512)  # positions
 
 
 class _Chosen(logging.Handler):
@@ -81,6 +92,76 @@ def _scores(repeats: int) -> dict[str, dict[str, float]]:
   return costs
 
 
+def _turns(programs: dict[str, Any], inputs: dict[str, Any], rounds: int = 25):
+  """Median seconds of programs that take turns."""
+  times: dict[str, list[float]] = {name: [] for name in programs}
+  for _ in range(rounds + 2):
+    for name, program in programs.items():
+      start = time.perf_counter()
+      jax.block_until_ready(program(*inputs[name]))
+      times[name].append(time.perf_counter() - start)
+  return {name: statistics.median(seconds[2:]) for name, seconds in times.items()}
+
+
+def _products() -> dict[str, dict[str, float]]:
+  """GB/s of matrices that are read once for 8 rows, by shape and form."""
+  figures = {}
+  for inputs, columns, count in MATRICES:
+    for dtype in row_product.DTYPES:
+      plain = [
+        jax.random.normal(jax.random.key(i), (inputs, columns)).astype(dtype)
+        for i in range(count)
+      ]
+      # XLA's fastest form of each: bfloat16 has to be output-major.
+      turned = dtype == 'bfloat16'
+      kept = [jax.block_until_ready(w.T) for w in plain] if turned else plain
+
+      def multiply(x, w, turned=turned):
+        sides = ((1,), (1 if turned else 0,)), ((), ())
+        x = x.astype(w.dtype)
+        return jax.lax.dot_general(x, w, sides, preferred_element_type=jnp.float32)
+
+      forms = {'XLA': (multiply, kept)}
+      if not library.obstacle():
+        forms['panels'] = row_product.multiply, [row_product.pack(w) for w in plain]
+
+      def chain(product, x, matrices):
+        for matrix in matrices:  # each product waits for the one before
+          x = x + 1e-9 * product(x, matrix)[:, :1]
+        return x
+
+      x = jax.random.normal(jax.random.key(0), (FEW_ROWS, inputs))
+      runs = {n: jax.jit(functools.partial(chain, f)) for n, (f, _) in forms.items()}
+      seconds = _turns(
+        runs, {name: (x, matrices) for name, (_, matrices) in forms.items()}
+      )
+      size = sum(w.nbytes for w in plain) / 1e9
+      name = f'{inputs} × {columns}, {dtype}'
+      figures[name] = {form: size / s for form, s in seconds.items()}
+  return figures
+
+
+def _attention() -> dict[str, dict[str, float]]:
+  """Microseconds of one layer's attention to 8 full slots, by positions and form."""
+  figures = {}
+  for length in CACHES:
+    key = jax.random.key(length)
+    q = jax.random.normal(key, (FEW_ROWS, 9, 64))
+    chunks = range(length // 64)
+    keys = [jax.random.normal(key, (FEW_ROWS, 3, 64, 64)) for _ in chunks]
+    values = [jax.random.normal(key, (FEW_ROWS, 3, 64, 64)) for _ in chunks]
+    positions = jnp.full(FEW_ROWS, length - 1, jnp.int32)
+    forms = {'XLA': False} | ({} if library.obstacle() else {'native': True})
+    runs = {
+      name: jax.jit(functools.partial(decode_attention, native=native))
+      for name, native in forms.items()
+    }
+    inputs = q, keys, values, positions, jnp.int32(length)
+    seconds = _turns(runs, dict.fromkeys(runs, inputs), rounds=200)
+    figures[f'{length} positions'] = {name: 1e6 * s for name, s in seconds.items()}
+  return figures
+
+
 def measure(*, steps: int = 5, repeats: int = 5) -> dict[str, Any]:
   """'auto', 'reference' → the toy's seconds and the scores' cost; 'chosen' → lines."""
   log, chosen = logging.getLogger('kernels.dispatch'), _Chosen()
@@ -91,5 +172,7 @@ def measure(*, steps: int = 5, repeats: int = 5) -> dict[str, Any]:
   finally:
     log.removeHandler(chosen)
   return {option: whole[option] | scores[option] for option in KERNEL_OPTIONS} | {
-    'chosen': chosen.lines
+    'chosen': chosen.lines,
+    'products_gb_per_s': _products(),
+    'attention_us': _attention(),
   }
