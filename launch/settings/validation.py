@@ -4,9 +4,12 @@
 against their ranges and settings against each other.
 """
 
+from collections.abc import Iterator
+
 from jaxrl.algorithms import requirements
 from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import join_calls
+from jaxrl.config import Config
 from jaxrl.data import hub, samplers
 from jaxrl.data.curricula import CURRICULA, check_curriculum_class
 from jaxrl.data.dataset import GlobalDataset
@@ -210,12 +213,18 @@ def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
     )
   if uses_dataset(env.env_type, env.env_config):
     return
+  for key in _set_keys(section, f'env.{tag}.dataset'):
+    why = f'environment {env.env_type} takes its tasks from seeds'
+    raise settings.no_effect(key, why)
+
+
+def _set_keys(section: Config, name: str) -> Iterator[str]:
+  """Yields the dotted keys of a section that are not left open, '' or None."""
   for key, value in section.items():
-    if value not in ('', None):
-      raise settings.no_effect(
-        f'env.{tag}.dataset.{key}',
-        f'environment {env.env_type} takes its tasks from seeds',
-      )
+    if hasattr(value, 'items'):  # a section of the section
+      yield from _set_keys(value, f'{name}.{key}')
+    elif value not in ('', None):
+      yield f'{name}.{key}'
 
 
 def _validate_evaluation_end(settings: RunSettings, name: str) -> None:

@@ -155,6 +155,23 @@ def test_a_tag_whose_tasks_are_seeds_has_no_rows():
   assert 'dataset' not in base.env_section('frozen_lake')
 
 
+@pytest.mark.parametrize(
+  'change', [{}, {'path': 'a.jsonl'}, {'columns': {'answer': 'a'}}]
+)
+def test_tools_around_an_environment_of_seeds_need_no_rows(tmp_path, change):
+  config = with_own_rows(tmp_path)
+  config.batch.num_groups = 3
+  env_config = {'env_type': 'frozen_lake', 'tools': 'python'}
+  config.env.tools = base.env_section('tool_use', env_config=env_config, dataset=change)
+  settings = resolve_settings(config)
+  if not change:
+    validate(settings)
+    return
+  key = r'path=a\.jsonl' if 'path' in change else 'columns.answer=a'
+  with pytest.raises(ConfigError, match=rf'env\.tools\.dataset\.{key}: has no effect'):
+    validate(settings)
+
+
 def test_a_tag_of_weight_0_is_only_evaluated(tmp_path):
   config, host = with_own_rows(tmp_path), Counting()
   config.env.own.weight = 0.0
