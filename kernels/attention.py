@@ -295,7 +295,6 @@ def decode_attention(
   window: int = 0,
   softcap: float = 0.0,
   scale: float | None = None,
-  native: bool = False,
 ) -> jax.Array:
   """Computes attention from one query per slot to that slot's cache.
 
@@ -317,23 +316,14 @@ def decode_attention(
     window: As in `attention`.
     softcap: As in `attention`.
     scale: As in `attention`.
-    native: Whether there are native kernels; `cached_attention` then computes what it
-      can. Its bits differ.
 
   Returns:
     Output `[S, H, d]` float32.
   """
   slots, heads, dim = q.shape
   kv_heads = k_chunks[0].shape[1]
-  q = q.astype(jnp.float32) * (dim**-0.5 if scale is None else scale)
-  if native and sinks is None and not (window or softcap):
-    from kernels.native import cached_attention  # engines on CPUs have it
-
-    if cached_attention.fits(k_chunks, v_chunks):
-      # Idle slots are at the cache's end, where nothing needs to be read for them.
-      seen = positions if limit is None else jnp.minimum(positions, limit - 1)
-      return cached_attention.attend(q, k_chunks, v_chunks, seen)
-  q = q.reshape(slots, kv_heads, heads // kv_heads, dim)
+  q = q.reshape(slots, kv_heads, heads // kv_heads, dim).astype(jnp.float32)
+  q = q * (dim**-0.5 if scale is None else scale)
   ring = sum(k.shape[-1] for k in k_chunks)
 
   def attend(state, k, v, start):

@@ -238,11 +238,6 @@ def _has_codes(tree: Params) -> bool:
   return 'codes' in tree or any(_has_codes(one) for one in _modules(tree))
 
 
-def has_panels(params: Params) -> bool:
-  """Returns whether the LM head lies in panels, as an engine on a CPU packs it."""
-  return 'panels' in params.get('lm_head', params['embedding'])
-
-
 def block(config: ModelConfig, weights: Params) -> layers.Block:
   """Returns one layer's module with its parameters.
 

@@ -1,4 +1,5 @@
-/* What the kernels for CPUs share: vectors, and jobs of several threads.
+/* What a kernel for CPUs consists of beside its arithmetic: vectors, and jobs of several
+   threads.
 
    A kernel is a custom call of XLA (c_api.h of its FFI). Its work is a job of chunks,
    which the calling thread and threads of XLA's pool take until none is left. */
@@ -24,7 +25,6 @@ enum { SHARED_BYTES = 1 << 20, MOST_PAUSES = 1 << 10 };
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef Floats AnyFloats __attribute__((aligned(4), may_alias));
-typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef Words AnyWords __attribute__((aligned(4), may_alias));
 

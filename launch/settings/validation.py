@@ -4,12 +4,11 @@
 against their ranges and settings against each other.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from jaxrl.algorithms import requirements
 from jaxrl.component_calls import ComponentCall
 from jaxrl.component_table import join_calls
-from jaxrl.config import Config
 from jaxrl.data import hub, samplers
 from jaxrl.data.curricula import CURRICULA, check_curriculum_class
 from jaxrl.data.dataset import GlobalDataset
@@ -218,10 +217,10 @@ def _validate_tag_dataset(settings: RunSettings, tag: str) -> None:
     raise settings.no_effect(key, why)
 
 
-def _set_keys(section: Config, name: str) -> Iterator[str]:
+def _set_keys(section: Mapping[str, object], name: str) -> Iterator[str]:
   """Yields the dotted keys of a section that are not left open, '' or None."""
   for key, value in section.items():
-    if hasattr(value, 'items'):  # a section of the section
+    if isinstance(value, dict):
       yield from _set_keys(value, f'{name}.{key}')
     elif value not in ('', None):
       yield f'{name}.{key}'

@@ -264,15 +264,10 @@ def _kernels(figures: dict[str, Any]) -> None:
   _rows('Kernels on and off: a step of the toy; log-probs, gradient', [head, *body])
   for line in figures['chosen'] or ['the reference is all there is here']:
     print(f'  {line}')
-  tables = {
-    'products_gb_per_s': '8 rows times matrices, GB/s of the matrices',
-    'attention_us': 'Attention to 8 slots, 9 heads and 3 of keys, µs',
-  }
-  for kind, title in tables.items():
-    data = figures[kind]
-    forms = list(next(iter(data.values())))
-    body = [(name, *(f'{f[form]:.1f}' for form in forms)) for name, f in data.items()]
-    _rows(title, [('', *forms), *body])
+  data = figures['products_gb_per_s']
+  forms = list(next(iter(data.values())))
+  body = [(name, *(f'{f[form]:.1f}' for form in forms)) for name, f in data.items()]
+  _rows('8 rows times matrices, GB/s of the matrices', [('', *forms), *body])
 
 
 def _packing(figures: dict[str, dict[str, float]]) -> None:

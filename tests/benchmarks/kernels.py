@@ -1,7 +1,7 @@
 """Kernels on and off: a step of the toy, and log-probs of a large vocabulary's tokens.
 
 And what decoding consists of on a CPU: 8 rows times matrices of SmolLM2's shape, as XLA
-multiplies them and in panels, and attention to 8 slots of a cache.
+multiplies them and in panels.
 
 All take turns. What `auto` chooses here is logged; where it chooses the reference,
 both are the same program.
@@ -19,7 +19,6 @@ import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
-from kernels.attention import decode_attention
 from kernels.dispatch import KERNEL_OPTIONS
 from kernels.native import library, row_product
 from tests.benchmarks import toy
@@ -28,7 +27,6 @@ TOKENS, WIDTH, VOCAB = 1024, 256, 32_768
 # Inputs, columns, and as many matrices as no cache holds.
 MATRICES = ((576, 3072, 30), (1536, 576, 60), (576, 49_152, 2))
 FEW_ROWS = 8
-CACHES = (64, 192, 512)  # positions
 
 
 class _Chosen(logging.Handler):
@@ -141,27 +139,6 @@ def _products() -> dict[str, dict[str, float]]:
   return figures
 
 
-def _attention() -> dict[str, dict[str, float]]:
-  """Microseconds of one layer's attention to 8 full slots, by positions and form."""
-  figures = {}
-  for length in CACHES:
-    key = jax.random.key(length)
-    q = jax.random.normal(key, (FEW_ROWS, 9, 64))
-    chunks = range(length // 64)
-    keys = [jax.random.normal(key, (FEW_ROWS, 3, 64, 64)) for _ in chunks]
-    values = [jax.random.normal(key, (FEW_ROWS, 3, 64, 64)) for _ in chunks]
-    positions = jnp.full(FEW_ROWS, length - 1, jnp.int32)
-    forms = {'XLA': False} | ({} if library.obstacle() else {'native': True})
-    runs = {
-      name: jax.jit(functools.partial(decode_attention, native=native))
-      for name, native in forms.items()
-    }
-    inputs = q, keys, values, positions, jnp.int32(length)
-    seconds = _turns(runs, dict.fromkeys(runs, inputs), rounds=200)
-    figures[f'{length} positions'] = {name: 1e6 * s for name, s in seconds.items()}
-  return figures
-
-
 def measure(*, steps: int = 5, repeats: int = 5) -> dict[str, Any]:
   """'auto', 'reference' → the toy's seconds and the scores' cost; 'chosen' → lines."""
   log, chosen = logging.getLogger('kernels.dispatch'), _Chosen()
@@ -174,5 +151,4 @@ def measure(*, steps: int = 5, repeats: int = 5) -> dict[str, Any]:
   return {option: whole[option] | scores[option] for option in KERNEL_OPTIONS} | {
     'chosen': chosen.lines,
     'products_gb_per_s': _products(),
-    'attention_us': _attention(),
   }

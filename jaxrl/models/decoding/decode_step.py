@@ -8,7 +8,6 @@ import jax
 from jaxrl.models import exact_mode, layer_stack, rope
 from jaxrl.models import kv_cache as caches
 from jaxrl.models.kv_cache import Cache
-from jaxrl.options import Keywords
 from jaxrl.types import Params, PyTree
 from kernels.attention import decode_attention
 from kernels.dispatch import platform_of
@@ -48,12 +47,11 @@ def decode(
   new: dict[str, list] = {name: [()] * len(rows) for name, rows in cache.items()}
   # Not scanned: XLA's CPU backend copies what it slices out of stacked arrays.
   weights = layer_stack.unstack(model.config, params)['layers']
-  own_rules = {'native': True} if layer_stack.has_panels(params) else {}
   for i, layer_params in enumerate(weights):
     block = layer_stack.block(model.config.layer(i), layer_params)
 
     def attend(q, k, v, *gates, i=i, block=block):
-      rules: Keywords = block.cache_rules | own_rules
+      rules = block.cache_rules
       if gates:
         states = {name: cache[name][i][0] for name in caches.STATES}
         step = functools.partial(exact_mode.step_token, block.delta.step)
