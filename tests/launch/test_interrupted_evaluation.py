@@ -77,4 +77,4 @@ def test_ctrl_c_ends_an_evaluation(tmp_path, command):
   seconds = time.perf_counter() - start
   assert process.returncode == 130, ''.join(said) + output
   assert 'Stopped' in output and 'Traceback' not in output, output
-  assert seconds < 10, output
+  assert seconds < 30, output  # an episode takes 40
