@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxrl.models.model_config import ModelConfig
-from jaxrl.types import Params
+from jaxrl.types import Params, PyTree
 from kernels.native import row_product
 from kernels.native.row_product import PanelMatrix
 
@@ -29,8 +29,8 @@ MATRICES = {
 }
 PANELS = 'panels'  # the name of a kernel in panels
 # What a matrix without adapters has, as a float or in 8 bits.
-EIGHT_BITS = {'codes', 'scales'}
-PLAIN = {'kernel'}, {'kernel', 'bias'}, EIGHT_BITS, EIGHT_BITS | {'bias'}
+FLOATS, EIGHT_BITS = {'kernel', 'bias'}, {'codes', 'scales'}
+PLAIN = {'kernel'}, FLOATS, EIGHT_BITS, EIGHT_BITS | {'bias'}
 
 
 def join(params: Params) -> Params:
@@ -95,21 +95,37 @@ def _pack_table(table: jax.Array, dtype: str) -> PanelMatrix:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _pack_layer(weights: Params, dtype: str) -> Params:
-  weights = _join_layer(weights)
-  for module, names in MATRICES.items():
-    parts = dict(weights.get(module, {}))
+  pack = lambda kernel: row_product.pack(kernel.astype(dtype))  # noqa: E731
+  return replace_kernels(_join_layer(weights), MATRICES, PANELS, pack)
+
+
+def replace_kernels(
+  weights: Params,
+  matrices: Mapping[str, Mapping[str, int]],
+  new_name: str,
+  change: Callable[[jax.Array], PyTree],
+) -> Params:
+  """Replaces the kernels of matrices without adapters.
+
+  Args:
+    weights: One layer's parameters.
+    matrices: The matrices by module, with the number of axes that are inputs.
+    new_name: What takes the name of 'kernel'.
+    change: Makes that of a kernel `[inputs, outputs]`.
+  """
+  for module, names in matrices.items():
+    parts = weights.get(module, {})
+    changed = {}
     for name, inputs in names.items():
       one = parts.get(name)
-      if not isinstance(one, dict) or frozenset(one) not in _plain_kinds():
+      if not isinstance(one, dict) or not {'kernel'} <= one.keys() <= FLOATS:
         continue
-      if 'kernel' not in one:
-        continue
-      kernel = one['kernel'].astype(dtype)
+      kernel = one['kernel']
       kernel = kernel.reshape(math.prod(kernel.shape[:inputs]), -1)
       rest = {kind: x for kind, x in one.items() if kind != 'kernel'}
-      parts[name] = rest | {PANELS: row_product.pack(kernel)}
-    if parts:
-      weights = weights | {module: parts}
+      changed[name] = rest | {new_name: change(kernel)}
+    if changed:
+      weights = weights | {module: parts | changed}
   return weights
 
 
@@ -136,15 +152,26 @@ def unpack(
       matrix = one[PANELS]
       rest = {kind: x for kind, x in one.items() if kind != PANELS}
       kernel = matrix.unpack()
-      parts[name] = rest | {'kernel': kernel.reshape(_shape(config, name, matrix))}
+      parts[name] = rest | {
+        'kernel': kernel.reshape(kernel_shape(config, name, *matrix.shape))
+      }
       products[module, name] = functools.partial(_multiply, matrix)
     if parts:
       weights = weights | {module: parts}
   return weights, products
 
 
-def _shape(config: ModelConfig, name: str, matrix: PanelMatrix) -> tuple[int, ...]:
-  inputs, outputs = matrix.shape
+def kernel_shape(
+  config: ModelConfig, name: str, inputs: int, outputs: int
+) -> tuple[int, ...]:
+  """Returns the shape that a matrix has as the kernel of its module.
+
+  Args:
+    config: The layer's shape.
+    name: The matrix, one of `MATRICES`.
+    inputs: Its inputs, of all axes together.
+    outputs: Its outputs, of all axes together.
+  """
   if name == 'o':
     return config.num_heads, inputs // config.num_heads, outputs
   if name not in ('q', 'k', 'v'):

@@ -8,12 +8,12 @@ each product, too, and reads one `[outputs, inputs]` as it is.
 """
 
 import functools
-import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models.decoding.joined_products import kernel_shape, replace_kernels
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params
 
@@ -22,7 +22,6 @@ MATRICES = {
   'attention': {'q': 1, 'k': 1, 'v': 1, 'o': 2},
   'mlp': {'gate': 1, 'up': 1, 'down': 1},
 }
-PLAIN = {'kernel', 'bias'}  # what a matrix without adapters has
 ROWS = 'rows'  # the name of an output-major kernel
 MIN_ROWS = 2  # XLA multiplies a single row in another way, and bfloat16 slowly
 
@@ -49,20 +48,8 @@ def arrange(params: Params, dtype: str) -> Params:
 
 @functools.partial(jax.jit, static_argnums=1)
 def _arrange_layer(weights: Params, dtype: str) -> Params:
-  for module, names in MATRICES.items():
-    parts = weights.get(module, {})
-    changed = {}
-    for name, inputs in names.items():
-      one = parts.get(name)
-      if not isinstance(one, dict) or 'kernel' not in one or not one.keys() <= PLAIN:
-        continue
-      kernel = one['kernel'].astype(dtype)
-      width = math.prod(kernel.shape[:inputs])
-      rest = {kind: x for kind, x in one.items() if kind != 'kernel'}
-      changed[name] = rest | {ROWS: kernel.reshape(width, -1).T}
-    if changed:
-      weights = weights | {module: parts | changed}
-  return weights
+  turn = lambda kernel: kernel.astype(dtype).T  # noqa: E731
+  return replace_kernels(weights, MATRICES, ROWS, turn)
 
 
 def part(
@@ -88,24 +75,12 @@ def part(
         continue
       rows = one[ROWS]
       rest = {kind: x for kind, x in one.items() if kind != ROWS}
-      shape = _kernel_shape(config, module, name, rows)
+      shape = kernel_shape(config, name, *rows.shape[::-1])
       restored[name] = rest | {'kernel': rows.T.reshape(shape)}
       products[module, name] = functools.partial(product, rows)
     if restored:
       weights = weights | {module: parts | restored}
   return weights, products
-
-
-def _kernel_shape(
-  config: ModelConfig, module: str, name: str, rows: jax.Array
-) -> tuple[int, ...]:
-  outputs, inputs = rows.shape
-  if module == 'mlp':
-    return inputs, outputs
-  if name == 'o':
-    return config.num_heads, inputs // config.num_heads, outputs
-  heads = config.num_heads if name == 'q' else config.num_kv_heads
-  return inputs, heads, outputs // heads
 
 
 def product(rows: jax.Array, x: jax.Array) -> jax.Array:
