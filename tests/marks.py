@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from jaxrl.envs.sandbox import local_sandbox
-from kernels.native import library
+from kernels.native import compiler
 
 SANDBOXED = pytest.mark.skipif(
   bool(reason := local_sandbox.unsupported_reason()), reason=reason
 )
 # With a C compiler, kernels that cannot be built are a fault.
 NEEDS_COMPILER = pytest.mark.skipif(
-  not any(map(shutil.which, library.COMPILERS)), reason='has no C compiler'
+  not any(map(shutil.which, compiler.COMPILERS)), reason='has no C compiler'
 )
 # Tests in one process, since torch is long to import.
 TORCH = pytest.mark.xdist_group('torch')

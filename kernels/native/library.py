@@ -1,34 +1,25 @@
 """The library of native kernels is compiled where it is used.
 
 The first process that needs them compiles them for its processor, which takes a second
-or two, and keeps them in the user's cache. Without a C compiler, `obstacle` says so,
-and callers do without.
+or two. Without a C compiler, `obstacle` says so, and callers do without.
 """
 
 import ctypes
 import functools
-import hashlib
-import logging
-import os
 import pathlib
-import platform as machine
-import shlex
-import shutil
-import subprocess
-import tempfile
+import platform
 import threading
 
 import jax
+
+from kernels.native import compiler
 
 TARGETS = ('jaxrl_row_product',)
 FOLDER = pathlib.Path(__file__).parent
 SOURCES = (FOLDER / 'row_product.c',)
 HEADER = FOLDER / 'custom_call.h'
-COMPILERS = ('cc', 'gcc', 'clang')
-COMPILE_TIMEOUT_S = 120.0
 
 _LOCK = threading.Lock()
-_log = logging.getLogger(__name__)
 
 
 def obstacle() -> str:
@@ -83,56 +74,10 @@ def register(processor: str, suffix: str = '') -> int:
 def _built(processor: str) -> pathlib.Path:
   """Returns the compiled library; OSError says why there is none."""
   headers = pathlib.Path(jax.ffi.include_dir())
-  option = '-march' if machine.machine() in ('x86_64', 'AMD64') else '-mcpu'
-  flags = ['-std=gnu11', '-O3', f'{option}={processor}', '-shared', '-fPIC']
-  command = [*_compiler(), *flags, f'-I{headers}']
-  files = *SOURCES, HEADER, headers / 'xla' / 'ffi' / 'api' / 'c_api.h'
-  parts = *(file.read_bytes() for file in files), _processor(), str(command).encode()
-  name = f'kernels-{hashlib.sha256(b"".join(parts)).hexdigest()[:16]}.so'
-  home = os.environ.get('XDG_CACHE_HOME') or os.path.expanduser('~/.cache')
-  cache = pathlib.Path(home) / 'jaxrl'
-  if (cache / name).exists():
-    return cache / name
-  cache.mkdir(mode=0o700, parents=True, exist_ok=True)
-  with tempfile.TemporaryDirectory(dir=cache) as build:
-    _compile(command, pathlib.Path(build) / name)
-    os.replace(pathlib.Path(build) / name, cache / name)  # another may have done so
-  return cache / name
-
-
-def _compiler() -> list[str]:
-  for command in (os.environ.get('CC', ''), *COMPILERS):
-    try:
-      name, *options = shlex.split(command) or ['']
-    except ValueError as error:
-      raise OSError(f'needs a C compiler, and CC={command!r}: {error}') from error
-    if found := shutil.which(name):
-      return [found, *options]
-  raise OSError('needs a C compiler (cc, gcc, clang or $CC), and finds none')
-
-
-def _compile(command: list[str], library: pathlib.Path) -> None:
-  _log.info('compiling kernels for this processor')
-  command = [*command, '-o', str(library), *map(str, SOURCES)]
-  try:
-    done = subprocess.run(
-      command,
-      capture_output=True,
-      text=True,
-      errors='replace',
-      timeout=COMPILE_TIMEOUT_S,
-      check=False,
-    )
-  except subprocess.TimeoutExpired as error:
-    raise OSError(f'took {command[0]} over {COMPILE_TIMEOUT_S:.0f} s') from error
-  if done.returncode:
-    raise OSError(f'is not compiled by {command[0]}: {done.stderr.strip()[-500:]}')
-
-
-def _processor() -> bytes:
-  """Returns what sets this processor's instructions apart from another's."""
-  try:
-    lines = pathlib.Path('/proc/cpuinfo').read_bytes().splitlines()
-    return next(x for x in lines if x.startswith((b'flags', b'Features')))
-  except (OSError, StopIteration):
-    return machine.processor().encode()
+  option = '-march' if platform.machine() in ('x86_64', 'AMD64') else '-mcpu'
+  return compiler.build(
+    'kernels',
+    SOURCES,
+    options=('-O3', f'{option}={processor}', f'-I{headers}'),
+    headers=(HEADER, headers / 'xla' / 'ffi' / 'api' / 'c_api.h'),
+  )

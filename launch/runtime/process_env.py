@@ -1,12 +1,13 @@
 """The process environment is tuned before anything heavy is imported.
 
-glibc's malloc returns freed pages to the system and faults them in again at every step,
-which is worth it for the largest blocks alone; its settings are read when a process
-starts, so the launcher executes itself again with them. JAX's compilation cache keeps
-compiled programs between runs. JAXRL_TUNE=0 turns both off; a variable that is already
-set is left as it is.
+A step takes large blocks of memory and frees them. A library that is loaded before libc
+keeps them for the next step; without a C compiler, glibc's malloc is told to keep those
+that are not too large. Both are read when a process starts, so the launcher executes
+itself again with them. JAX's compilation cache keeps compiled programs between runs.
+JAXRL_TUNE=0 turns all of it off; a variable that is already set is left as it is.
 """
 
+import contextlib
 import hashlib
 import logging
 import os
@@ -14,16 +15,15 @@ import pathlib
 import platform
 import re
 import sys
-from collections.abc import MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping
 
 from launch.runtime import host_memory
 
-# Larger blocks are mapped by themselves and given back when they are freed. In the
-# heap, a program's temporary memory can leave a hole that smaller arrays break up, so
-# that the next step needs as much again. But a step that maps its memory anew may spend
-# a third of its time on page faults. Older versions take 32 MiB at most.
-MEMORY_SHARE, LARGEST_BLOCK = 1 / 8, 4 << 30
-OLD_LIMIT, NEW_VERSION = 32 << 20, (2, 36)
+# The share of the machine's memory that may be idle in blocks. Without the library, the
+# largest block in glibc's heap, which may hold several times as many as are in use,
+# because small ones take a part of a freed one. Older versions keep 32 MiB at most.
+IDLE_SHARE, MOST_IDLE = 1 / 8, 4 << 30
+HEAP_SHARE, SMALLEST, NEW_VERSION = 1 / 64, 32 << 20, (2, 36)
 THRESHOLD = 'MALLOC_MMAP_THRESHOLD_'
 MALLOC = {
   'MALLOC_TRIM_THRESHOLD_': str(16 << 30),
@@ -35,7 +35,8 @@ CACHE = {
   'JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES': '0',
 }
 CACHE_DIR = 'JAX_COMPILATION_CACHE_DIR'
-REEXEC_FLAG = 'JAXRL_TUNED'  # set when the process has executed itself again
+REEXEC_FLAG = 'JAXRL_TUNED'  # the id of a process that has executed itself again
+PRELOAD, LIBRARY = 'LD_PRELOAD', 'JAXRL_LARGE_BLOCKS'
 
 log = logging.getLogger(__name__)
 
@@ -60,17 +61,69 @@ def missing_variables(env: MutableMapping[str, str]) -> dict[str, str]:
   if env.get('JAXRL_TUNE') == '0':
     return {}
   name, version = platform.libc_ver()
-  wanted = dict(MALLOC) if name == 'glibc' else {}
-  if wanted:
-    is_old = tuple(int(x) for x in re.findall(r'\d+', version)[:2]) < NEW_VERSION
-    largest = int(host_memory.read_host_memory().limit * MEMORY_SHARE)
-    wanted[THRESHOLD] = str(min(largest, OLD_LIMIT if is_old else LARGEST_BLOCK))
+  wanted = _malloc_variables(env, version) if name == 'glibc' else {}
   folder = cache_dir(env)
   if CACHE_DIR not in env and _writable(folder):
     wanted[CACHE_DIR] = str(folder)
   if CACHE_DIR in env or CACHE_DIR in wanted:
     wanted.update(CACHE)
-  return {name: value for name, value in wanted.items() if name not in env}
+  stale = {LIBRARY} if wanted.get(LIBRARY) != env.get(LIBRARY) else set()
+  return {name: x for name, x in wanted.items() if name not in env or name in stale}
+
+
+def _malloc_variables(env: Mapping[str, str], version: str) -> dict[str, str]:
+  from kernels.native import large_blocks  # once, before the process runs again
+
+  limit, wanted = host_memory.read_host_memory().limit, dict(MALLOC)
+  try:
+    library = env.get(LIBRARY, '')
+    if not os.path.exists(library):
+      library = str(large_blocks.build())
+  except OSError as error:
+    log.info('large blocks of memory are not kept: %s', error)
+    is_old = tuple(int(x) for x in re.findall(r'\d+', version)[:2]) < NEW_VERSION
+    largest = SMALLEST if is_old else max(SMALLEST, int(limit * HEAP_SHARE))
+    return wanted | {THRESHOLD: str(largest)}
+  wanted |= {LIBRARY: library, THRESHOLD: str(SMALLEST)}
+  wanted[large_blocks.IDLE_BYTES] = str(min(int(limit * IDLE_SHARE), MOST_IDLE))
+  return wanted
+
+
+def tuned(env: Mapping[str, str]) -> dict[str, str]:
+  """Returns the environment of a process that has everything from its start."""
+  added = {**env, **missing_variables(dict(env))}
+  with preloading(added):
+    return dict(added)
+
+
+@contextlib.contextmanager
+def preloading(env: MutableMapping[str, str]) -> Iterator[None]:
+  """Lets processes that start in this context load the library, if there is one.
+
+  Otherwise they do not: of what this process starts, only the actors of a run need it.
+  """
+  before, library = env.get(PRELOAD, ''), _library(env)
+  if library:
+    env[PRELOAD] = ':'.join([*_other_preloads(env), library])
+  try:
+    yield
+  finally:
+    _set_preload(env, before)
+
+
+def _library(env: Mapping[str, str]) -> str:
+  return '' if env.get('JAXRL_TUNE') == '0' else env.get(LIBRARY, '')
+
+
+def _other_preloads(env: Mapping[str, str]) -> list[str]:
+  return [x for x in env.get(PRELOAD, '').split(':') if x not in ('', env.get(LIBRARY))]
+
+
+def _set_preload(env: MutableMapping[str, str], value: str) -> None:
+  if value:
+    env[PRELOAD] = value
+  else:
+    env.pop(PRELOAD, None)
 
 
 def _writable(folder: pathlib.Path) -> bool:
@@ -82,15 +135,20 @@ def _writable(folder: pathlib.Path) -> bool:
 
 
 def apply() -> None:
-  """Sets the variables, and executes the program again if malloc's are among them.
+  """Sets the variables, and executes the program again if malloc reads some of them.
 
   Call it in a program's first lines: what ran before runs again.
   """
+  if os.environ.pop(REEXEC_FLAG, '') == str(os.getpid()):
+    _set_preload(os.environ, ':'.join(_other_preloads(os.environ)))
+    return
   missing = missing_variables(os.environ)
   os.environ.update(missing)
-  if REEXEC_FLAG not in os.environ and not MALLOC.keys().isdisjoint(missing):
-    os.environ[REEXEC_FLAG] = '1'
-    sys.stdout.flush()
+  if not _library(os.environ) and MALLOC.keys().isdisjoint(missing):
+    return
+  os.environ[REEXEC_FLAG] = str(os.getpid())
+  sys.stdout.flush()
+  with preloading(os.environ):
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
@@ -98,9 +156,11 @@ def describe(env: MutableMapping[str, str]) -> str:
   """Returns one line that says what is in force."""
   if env.get('JAXRL_TUNE') == '0':
     return 'off (JAXRL_TUNE=0)'
-  malloc = (
-    'malloc keeps freed blocks' if MALLOC.keys() <= env.keys() else 'malloc as it is'
-  )
+  malloc = 'malloc as it is'
+  if MALLOC.keys() <= env.keys():
+    malloc = (
+      'large blocks of memory kept' if env.get(LIBRARY) else 'malloc keeps blocks'
+    )
   folder = env.get(CACHE_DIR)
   cache = f'compiled programs cached in {folder}' if folder else 'no compilation cache'
   return f'{malloc}; {cache} (JAXRL_TUNE=0 turns both off)'

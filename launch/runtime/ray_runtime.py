@@ -29,7 +29,7 @@ from jaxrl.rollout.weights.transport import Transport
 from jaxrl.rollout.weights.verified_store import LoadCoordinator, VerifiedWeightStore
 from jaxrl.types import Value
 from launch.learner.learner_factory import MakeLearners
-from launch.runtime import supervision, weight_transport
+from launch.runtime import process_env, supervision, weight_transport
 from launch.runtime.engine_pool import EngineHandle, EnginePool
 from launch.runtime.host_watch import HostWatch
 from launch.runtime.learner_actor import LearnerActor
@@ -96,7 +96,7 @@ class RayRuntime(Runtime):
       # minutes for a cluster that died.
       quiet = {'log_to_driver': False, 'logging_level': 'warning'}
       quiet['_temp_dir'] = str(_session_root() / 'ray')
-      with preserve_handlers():
+      with preserve_handlers(), process_env.preloading(os.environ):
         ray.init(address='local', include_dashboard=False, **quiet)
 
   def reserve(self, settings: RunSettings, *, has_learner: bool = True) -> Placement:

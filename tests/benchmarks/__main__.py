@@ -29,11 +29,7 @@ TRACING_SHARE = 0.01  # of a step that is not traced, at most
 
 def _part(name: str, options: dict[str, Any]) -> Any:
   """Runs one part in a process of its own and returns what it measured."""
-  env = {
-    **os.environ,
-    **process_env.missing_variables(os.environ),
-    process_env.REEXEC_FLAG: '1',
-  }
+  env = process_env.tuned(os.environ)
   command = [sys.executable, '-m', 'tests.benchmarks', '--child', name]
   done = subprocess.run(
     [*command, json.dumps(options)], env=env, stdout=subprocess.PIPE, check=True
@@ -425,7 +421,7 @@ def main() -> None:
     'decoding': _decoding,
   }
   results: dict[str, Any] = {'load_before': os.getloadavg()[0]}
-  env = {**os.environ, **process_env.missing_variables(os.environ)}
+  env = process_env.tuned(os.environ)
   print(f'tuning: {process_env.describe(env)}')
   print(f'{os.cpu_count()} cores, load {results["load_before"]:.1f} before the run')
   for name in flags.only.split(','):

@@ -107,7 +107,8 @@ def measure(name: str, xla_flags: str = '') -> dict[str, float]:
   """
   command = [sys.executable, '-m', 'tests.benchmarks.memory', '--child', name]
   # malloc gives freed pages back at once, so that the resident set is what is in use.
-  env = {k: v for k, v in os.environ.items() if not k.startswith('MALLOC_')}
+  others = ('MALLOC_', 'LD_PRELOAD')
+  env = {k: v for k, v in os.environ.items() if not k.startswith(others)}
   env |= {
     'MALLOC_TRIM_THRESHOLD_': '0',
     'MALLOC_ARENA_MAX': '1',

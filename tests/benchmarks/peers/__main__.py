@@ -54,21 +54,17 @@ AIMS = {'step': 0.45, 'decode': 0.45, 'memory': 0.6}
 def tuned(name: str, folder: str, size: str, ends: bool) -> dict[str, str]:
   """The environment in which a peer runs fastest.
 
-  For all, malloc keeps its pages. For torch, a thread a processor and, on AMD, MKL's
-  fast path, by answering for it that the processor is Intel's.
+  For all, large blocks of memory are kept. For torch, a thread a processor and, on
+  AMD, MKL's fast path, by answering for it that the processor is Intel's.
   """
-  env = {
-    **os.environ,
-    **process_env.missing_variables(os.environ),
-    process_env.REEXEC_FLAG: '1',
-  }
+  env = process_env.tuned(os.environ)
   env['PYTHONPATH'] = str(ROOT)
   env['PEER_SIZE'] = size
   env['PEER_ENDS'] = str(int(ends))
   if name in TORCH:
     env['OMP_NUM_THREADS'] = str(os.cpu_count())
-    if library := fast_path(folder):
-      env['LD_PRELOAD'] = library
+    libraries = fast_path(folder), env.get(process_env.PRELOAD, '')
+    env[process_env.PRELOAD] = ':'.join(filter(None, libraries))
   return env
 
 

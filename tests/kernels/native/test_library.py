@@ -12,25 +12,26 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels.native import library, row_product
+from kernels.native import compiler, large_blocks, library, row_product
 from tests.marks import NEEDS_COMPILER
 from tests.processes import obeying_modes
 
 pytestmark = NEEDS_COMPILER
+SOURCES = (*library.SOURCES, large_blocks.SOURCE)
 
 
-@pytest.mark.parametrize('compiler', ['cc', 'gcc', 'clang'])
-def test_it_compiles_without_a_warning(compiler, tmp_path):
-  if shutil.which(compiler) is None:
-    pytest.skip(f'has no {compiler}')
+@pytest.mark.parametrize('name', ['cc', 'gcc', 'clang'])
+def test_it_compiles_without_a_warning(name, tmp_path):
+  if shutil.which(name) is None:
+    pytest.skip(f'has no {name}')
   options = [['-mcpu=native']]
   if platform.machine() == 'x86_64':
     options = [[f'-march={one}'] for one in ('native', 'x86-64-v3', 'x86-64-v4')]
     # Without AVX, how a function returns 32 bytes is said to vary; all are inlined.
     options.append(['-march=x86-64', '-Wno-psabi'])
-  for source, option in itertools.product(library.SOURCES, options):
+  for source, option in itertools.product(SOURCES, options):
     flags = ['-std=gnu11', '-O3', '-Wall', '-Wextra', '-Werror', *option, '-fPIC', '-c']
-    command = [compiler, *flags, f'-I{jax.ffi.include_dir()}', str(source)]
+    command = [name, *flags, f'-I{jax.ffi.include_dir()}', str(source)]
     done = subprocess.run(
       [*command, '-o', str(tmp_path / 'kernel.o')],
       capture_output=True,
@@ -102,11 +103,11 @@ def test_a_command_that_is_not_one_is_named(unbuilt):
 
 def test_options_of_a_missing_compiler_are_not_for_another(unbuilt):
   unbuilt.delenv('CC', raising=False)
-  expected = library._compiler()
+  expected = compiler._compiler()
   unbuilt.setenv('CC', 'some-compiler --some-option')
-  assert library._compiler() == expected
+  assert compiler._compiler() == expected
   unbuilt.setenv('CC', f'{expected[0]} --some-option')
-  assert library._compiler() == [*expected, '--some-option']
+  assert compiler._compiler() == [*expected, '--some-option']
 
 
 def test_a_compiler_that_hangs_is_ended(unbuilt, tmp_path):
@@ -114,7 +115,7 @@ def test_a_compiler_that_hangs_is_ended(unbuilt, tmp_path):
   hanging.write_text('#!/bin/sh\nexec sleep 60\n')
   hanging.chmod(0o700)
   unbuilt.setenv('CC', str(hanging))
-  unbuilt.setattr(library, 'COMPILE_TIMEOUT_S', 0.2)
+  unbuilt.setattr(compiler, 'COMPILE_TIMEOUT_S', 0.2)
   assert row_product.obstacle('cpu').startswith(f'took {hanging} over')
 
 
@@ -150,11 +151,11 @@ def test_it_is_compiled_once_for_a_user(unbuilt, tmp_path):
   def fail(*arguments):
     raise AssertionError(f'compiles again: {arguments}')
 
-  unbuilt.setattr(library, '_compile', fail)
+  unbuilt.setattr(compiler, '_compile', fail)
   assert library._built('native') == built
   with pytest.raises(AssertionError, match='compiles again'):  # for another compiler
     other = tmp_path / 'other'
-    other.symlink_to(shutil.which(library._compiler()[0]))
+    other.symlink_to(shutil.which(compiler._compiler()[0]))
     unbuilt.setenv('CC', str(other))
     library._built('native')
 
@@ -162,5 +163,5 @@ def test_it_is_compiled_once_for_a_user(unbuilt, tmp_path):
 def test_the_cache_is_at_home_if_not_elsewhere(unbuilt, tmp_path):
   unbuilt.delenv('XDG_CACHE_HOME')
   unbuilt.setenv('HOME', str(tmp_path))
-  unbuilt.setattr(library, '_compile', lambda command, to: to.write_text('built'))
+  unbuilt.setattr(compiler, '_compile', lambda command, to: to.write_text('built'))
   assert library._built('native').parent == tmp_path / '.cache' / 'jaxrl'

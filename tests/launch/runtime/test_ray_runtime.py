@@ -14,7 +14,7 @@ import pytest
 
 from tests.launch import runs
 from tests.launch.runtime import sockets
-from tests.marks import extended, slow
+from tests.marks import NEEDS_COMPILER, extended, slow
 from tests.processes import wait_for_end
 
 pytestmark = [pytest.mark.ray, pytest.mark.xdist_group('ray')]
@@ -63,6 +63,13 @@ def test_trajectories_and_parameters_are_those_of_one_process(
   assert runs.weights(folder) == runs.weights(tmp_path)
   assert any(row['optimizer/grad_norm'] > 0 for _, row in recorder.metrics[:-1])
   assert all(row['weights/pull_s'] > 0 for _, row in under_ray.metrics)
+
+
+@NEEDS_COMPILER
+def test_actors_keep_large_blocks_as_one_process_does(ray):
+  loaded = ray.remote(lambda: 'blocks-' in pathlib.Path('/proc/self/maps').read_text())
+  assert ray.get(loaded.remote())
+  assert 'LD_PRELOAD' not in os.environ
 
 
 def test_it_listens_on_loopback_alone(ray):

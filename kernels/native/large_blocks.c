@@ -1,0 +1,203 @@
+/* Keeps large blocks of memory that were freed, for the next program of the same size.
+
+   A program of XLA takes its temporary memory from posix_memalign at each call. From a
+   mapping of its own, glibc takes it page by page each time, which may be a third of a
+   step. From the heap, a freed block is often a few bytes too small for the same request,
+   as small blocks take what alignment left over, so that the heap grows at step after
+   step. Here a freed block serves a request of its size or a little less.
+
+   Blocks in use and idle ones together are never more than those in use once were, and
+   idle ones never more than JAXRL_IDLE_BYTES: what exceeds this is given back, the block
+   that has been idle longest first, from its end.
+
+   The library is loaded before libc (LD_PRELOAD). process_env.py builds it. */
+
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <pthread.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+
+#define SMALLEST ((size_t)32 << 20) /* from which size on glibc maps a block, at most */
+#define UNIT ((size_t)2 << 20)      /* blocks begin and end at its multiples */
+enum { MAX_BLOCKS = 1024, SLACK = 8 /* a request takes all but this share of a block */ };
+
+typedef struct {
+  char *start;
+  size_t size, resident; /* bytes; what lies behind the resident ones was given back */
+  uint64_t freed;        /* when, counted in frees; 0 while it is in use */
+} Block;
+
+extern void *__libc_malloc(size_t), *__libc_memalign(size_t, size_t);
+extern void *__libc_realloc(void *, size_t);
+extern void __libc_free(void *);
+
+static pthread_mutex_t mutex = PTHREAD_MUTEX_INITIALIZER;
+static Block blocks[MAX_BLOCKS];
+static int num_blocks;
+static uint64_t num_frees;
+static size_t used, idle, most_used, most_idle = (size_t)1 << 30; /* bytes */
+
+static void lock(void) { pthread_mutex_lock(&mutex); }
+static void unlock(void) { pthread_mutex_unlock(&mutex); }
+
+__attribute__((constructor)) static void begin(void) {
+  const char *bytes = getenv("JAXRL_IDLE_BYTES");
+  if (bytes) most_idle = strtoull(bytes, NULL, 10);
+  pthread_atfork(lock, unlock, unlock);
+}
+
+static size_t rounded(size_t bytes) { return (bytes + UNIT - 1) & ~(UNIT - 1); }
+
+/* Gives idle memory back until at most `limit` bytes are idle. */
+static void shrink(size_t limit) {
+  while (idle > limit) {
+    Block *oldest = NULL;
+    for (Block *b = blocks; b < blocks + num_blocks; b++)
+      if (b->freed && (!oldest || b->freed < oldest->freed)) oldest = b;
+    size_t excess = rounded(idle - limit);
+    if (excess < oldest->resident) {
+      oldest->resident -= excess;
+      idle -= excess;
+      madvise(oldest->start + oldest->resident, excess, MADV_DONTNEED);
+    } else {
+      idle -= oldest->resident;
+      munmap(oldest->start, oldest->size);
+      *oldest = blocks[--num_blocks];
+    }
+  }
+}
+
+/* Counts bytes that come into use, and gives back idle ones that are now too many. */
+static void use(size_t bytes) {
+  used += bytes;
+  if (used > most_used) most_used = used;
+  shrink(most_used - used);
+}
+
+static char *map(size_t size) {
+  char *mapped = mmap(
+      NULL, size + UNIT, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return NULL;
+  char *start = (char *)rounded((uintptr_t)mapped), *end = start + size;
+  if (start > mapped) munmap(mapped, start - mapped);
+  munmap(end, mapped + size + UNIT - end);
+  return start;
+}
+
+/* Returns a block, or NULL where there is none. */
+static void *take(size_t bytes) {
+  if (bytes > PTRDIFF_MAX - 2 * UNIT) return NULL;
+  size_t size = rounded(bytes);
+  Block *best = NULL;
+  for (Block *b = blocks; b < blocks + num_blocks; b++)
+    if (b->freed && b->size >= size && b->size - size <= size / SLACK)
+      if (!best || b->size < best->size) best = b;
+  if (best) {
+    char *start = best->start;
+    best->freed = 0;
+    idle -= best->resident;
+    use(best->size); /* moves blocks */
+    return start;
+  }
+  if (num_blocks == MAX_BLOCKS) return NULL;
+  size_t most = most_used;
+  use(size);
+  char *start = map(size);
+  if (!start) {
+    shrink(0);
+    start = map(size);
+  }
+  if (start)
+    blocks[num_blocks++] = (Block){.start = start, .size = size};
+  else
+    used -= size, most_used = most;
+  return start;
+}
+
+static void *take_locked(size_t bytes) {
+  int error = errno;
+  lock();
+  void *start = take(bytes);
+  unlock();
+  errno = error;
+  return start;
+}
+
+static int may_be_block(const void *start) {
+  return start && !((uintptr_t)start & (UNIT - 1));
+}
+
+static Block *find(const void *start) {
+  for (Block *b = blocks; b < blocks + num_blocks; b++)
+    if (b->start == start && !b->freed) return b;
+  return NULL;
+}
+
+/* Returns the bytes of a block in use, or 0 if it is none of ours. */
+static size_t size_of(const void *start) {
+  if (!may_be_block(start)) return 0;
+  lock();
+  const Block *block = find(start);
+  size_t size = block ? block->size : 0;
+  unlock();
+  return size;
+}
+
+static int release(const void *start) {
+  lock();
+  Block *block = find(start);
+  if (block) {
+    block->freed = ++num_frees;
+    block->resident = block->size;
+    used -= block->size;
+    idle += block->size;
+    shrink(most_used - used < most_idle ? most_used - used : most_idle);
+  }
+  unlock();
+  return block != NULL;
+}
+
+void *malloc(size_t bytes) {
+  void *start = bytes >= SMALLEST ? take_locked(bytes) : NULL;
+  return start ? start : __libc_malloc(bytes);
+}
+
+int posix_memalign(void **result, size_t alignment, size_t bytes) {
+  if (!alignment || alignment % sizeof(void *) || alignment & (alignment - 1))
+    return EINVAL;
+  int is_large = bytes >= SMALLEST && alignment <= UNIT, error = errno;
+  void *start = is_large ? take_locked(bytes) : NULL;
+  if (!start) start = __libc_memalign(alignment, bytes);
+  errno = error;
+  if (!start) return ENOMEM;
+  *result = start;
+  return 0;
+}
+
+void free(void *start) {
+  int error = errno;
+  if (!may_be_block(start) || !release(start)) __libc_free(start);
+  errno = error;
+}
+
+void *realloc(void *start, size_t bytes) {
+  size_t size = size_of(start);
+  if (!size) return __libc_realloc(start, bytes);
+  if (bytes && bytes <= size && bytes > size / 2) return start;
+  void *moved = bytes ? malloc(bytes) : NULL;
+  if (moved) memcpy(moved, start, bytes < size ? bytes : size);
+  if (moved || !bytes) free(start);
+  return moved;
+}
+
+size_t malloc_usable_size(void *start) {
+  static size_t (*next)(void *);
+  size_t size = size_of(start);
+  if (size) return size;
+  if (!next) *(void **)&next = dlsym(RTLD_NEXT, "malloc_usable_size");
+  return next ? next(start) : 0;
+}
