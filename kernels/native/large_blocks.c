@@ -1,10 +1,10 @@
 /* Keeps large blocks of memory that were freed, for the next program of the same size.
 
-   A program of XLA takes its temporary memory from posix_memalign at each call. From a
-   mapping of its own, glibc takes it page by page each time, which may be a third of a
-   step. From the heap, a freed block is often a few bytes too small for the same request,
-   as small blocks take what alignment left over, so that the heap grows at step after
-   step. Here a freed block serves a request of its size or a little less.
+   A program of XLA takes its temporary memory from posix_memalign at each call. If glibc
+   maps it, the program faults it in page by page each time, which may be a third of a
+   step. If glibc takes it from its heap, a freed block is often a few bytes too small for
+   the same request, as small blocks take what alignment left over, and the heap grows
+   with each step. Here a freed block serves requests of its size or a little less.
 
    Blocks in use and idle ones together are never more than those in use once were, and
    idle ones never more than JAXRL_IDLE_BYTES: what exceeds this is given back, the block
@@ -166,12 +166,19 @@ void *malloc(size_t bytes) {
   return start ? start : __libc_malloc(bytes);
 }
 
+void *memalign(size_t alignment, size_t bytes) {
+  int is_large = bytes >= SMALLEST && alignment <= UNIT;
+  void *start = is_large ? take_locked(bytes) : NULL;
+  return start ? start : __libc_memalign(alignment, bytes);
+}
+
+void *aligned_alloc(size_t alignment, size_t bytes) { return memalign(alignment, bytes); }
+
 int posix_memalign(void **result, size_t alignment, size_t bytes) {
   if (!alignment || alignment % sizeof(void *) || alignment & (alignment - 1))
     return EINVAL;
-  int is_large = bytes >= SMALLEST && alignment <= UNIT, error = errno;
-  void *start = is_large ? take_locked(bytes) : NULL;
-  if (!start) start = __libc_memalign(alignment, bytes);
+  int error = errno;
+  void *start = memalign(alignment, bytes);
   errno = error;
   if (!start) return ENOMEM;
   *result = start;

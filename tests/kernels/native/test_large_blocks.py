@@ -21,6 +21,7 @@ BEGIN = """
   libc = ctypes.CDLL(None)
   P, Z = ctypes.c_void_p, ctypes.c_size_t
   libc.malloc.restype, libc.malloc.argtypes = P, [Z]
+  libc.aligned_alloc.restype, libc.aligned_alloc.argtypes = P, [Z, Z]
   libc.realloc.restype, libc.realloc.argtypes = P, [P, Z]
   libc.reallocarray.restype, libc.reallocarray.argtypes = P, [P, Z, Z]
   libc.free.restype, libc.free.argtypes = None, [P]
@@ -63,7 +64,10 @@ def _library() -> str:
   return str(large_blocks.build())
 
 
-@pytest.mark.parametrize('take', ['aligned(64)', 'libc.malloc(64 * MIB)'])
+@pytest.mark.parametrize(
+  'take',
+  ['aligned(64)', 'libc.malloc(64 * MIB)', 'libc.aligned_alloc(4096, 64 * MIB)'],
+)
 def test_a_freed_block_serves_the_next_request_of_its_size(take):
   run(f"""
     first = touch({take}, 64)
