@@ -1,1 +1,1 @@
-"""Native kernels are C functions that XLA calls on a CPU."""
+"""Native code is C: kernels that XLA calls on a CPU, and a malloc that keeps blocks."""
