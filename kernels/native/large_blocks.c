@@ -195,7 +195,9 @@ void *realloc(void *start, size_t bytes) {
   size_t size = size_of(start);
   if (!size) return __libc_realloc(start, bytes);
   if (bytes && bytes <= size && bytes > size / 2) return start;
-  void *moved = bytes ? malloc(bytes) : NULL;
+  /* What grows is likely to grow again, and is not to be copied for each little step. */
+  int grows = bytes > size && bytes <= PTRDIFF_MAX / 2;
+  void *moved = bytes ? malloc(grows ? bytes + bytes / SLACK : bytes) : NULL;
   if (moved) memcpy(moved, start, bytes < size ? bytes : size);
   if (moved || !bytes) free(start);
   return moved;

@@ -144,6 +144,20 @@ def test_blocks_are_moved_shrunk_and_measured():
   """)
 
 
+def test_a_block_that_grows_in_small_steps_is_seldom_copied():
+  run("""
+    p, moves = libc.malloc(40 * MIB), 0
+    ctypes.memset(p, 7, 40 * MIB)
+    for size in range(41, 400):
+      q = libc.realloc(p, size * MIB)
+      p, moves = q, moves + (q != p)
+    assert moves < 25, moves
+    assert ctypes.string_at(p + 40 * MIB - 4, 4) == bytes([7] * 4)
+    assert libc.realloc(p, (1 << 64) - 1) is None  # and keeps the block
+    assert ctypes.string_at(p, 4) == bytes([7] * 4)
+  """)
+
+
 def test_what_does_not_fit_into_memory_is_refused():
   run("""
     idle = touch(aligned(256), 256)
