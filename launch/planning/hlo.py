@@ -4,9 +4,14 @@ import dataclasses
 import functools
 import math
 import re
+from collections.abc import Iterator
 
 TYPE_BYTES = {'pred': 1, 'token': 0, 'opaque': 0, 's4': 0.5, 'u4': 0.5}
 ARRAY_TYPE = re.compile(r'([a-z][a-z0-9]*)\[([\d,<=]*)\](\{[^}]*\})?')
+# What is not such a line goes on with the instruction before it.
+BEGINNING = re.compile(
+  r'%|ENTRY|HloModule|\s+(ROOT )?%?[\w.\-]+ = |\}(, execution_thread=.*)?$|$'
+)
 ON_CORE_LAYOUT = 'S(1)'  # in a TPU array's layout: it lives on the core, not in HBM
 
 
@@ -57,10 +62,14 @@ class HloModule:
 
 
 def parse_hlo(text: str) -> HloModule:
-  """Parses the text of a module, as `compiled.as_text()` returns it."""
+  """Parses the text of a module, as `compiled.as_text()` returns it.
+
+  Raises:
+    ValueError: A computation has no result, so that a part of it was not understood.
+  """
   computations: dict[str, Computation] = {}
   entry, current = '', None
-  for line in text.splitlines():
+  for line in _logical_lines(text):
     if line.startswith(('%', 'ENTRY')) and line.endswith('{'):
       head = line.removeprefix('ENTRY').strip()
       name = re.match(r'%?([\w.\-]+)', head)
@@ -72,7 +81,22 @@ def parse_hlo(text: str) -> HloModule:
     elif current is not None and ' = ' in line:
       instruction = _parse_instruction(line)
       current[instruction.name] = instruction
+  for name, computation in computations.items():
+    if not any(instruction.root for instruction in computation.values()):
+      raise ValueError(f'the compiled computation {name} has no ROOT')
   return HloModule(computations, entry)
+
+
+def _logical_lines(text: str) -> Iterator[str]:
+  """Yields lines, those of an instruction joined: a kernel's metadata has several."""
+  joined = ''
+  for line in text.splitlines():
+    if BEGINNING.match(line):
+      yield joined
+      joined = line
+    else:
+      joined += line
+  yield joined
 
 
 def _parse_instruction(line: str) -> HloInstruction:
@@ -105,8 +129,7 @@ def _closing_index(text: str) -> int:
 
 def root_instruction(computation: Computation) -> HloInstruction:
   """Returns the instruction whose result the computation returns."""
-  roots = [x for x in computation.values() if x.root]
-  return roots[0] if roots else list(computation.values())[-1]
+  return next(x for x in computation.values() if x.root)
 
 
 @functools.lru_cache(maxsize=65536)

@@ -26,6 +26,7 @@ from launch.planning import (
   device_budget,
   engine_decode,
   flops,
+  hlo,
   plan_report,
   plan_table,
   planned_run,
@@ -196,6 +197,19 @@ ENTRY %main (x: bf16[8,64], p: bf16[28,64,32], i: s32[]) -> bf16[8,32] {
 def test_memory_traffic_of_a_stack_is_its_slices_in_nested_fusions_too():
   scalar, read, written = 4, 2 * (8 * 64 + 64 * 32), 2 * 8 * 32
   assert traffic.measure_traffic(NESTED).memory == scalar + read + written
+
+
+def test_an_instruction_of_several_lines_ends_no_computation():
+  """As libtpu prints a Pallas kernel that has metadata."""
+  metadata = 'frontend_attributes={kernel={\n"a":"{\\"b\\": 1}"\n}}, calls=%outer'
+  text = NESTED.replace('parameter(2)\n  ROOT', f'parameter(2), {metadata}\n  ROOT')
+  assert text.count('\n}}, calls') == 1
+  assert traffic.measure_traffic(text).memory == traffic.measure_traffic(NESTED).memory
+  module = hlo.parse_hlo(text)
+  assert module.computations['main'].keys() == {'x', 'p', 'i', 'y'}
+  assert module.called(module.computations['main']['i'])
+  with pytest.raises(ValueError, match='inner has no ROOT'):
+    hlo.parse_hlo(NESTED.replace('ROOT %flat', '%flat'))
 
 
 @pytest.mark.parametrize(
