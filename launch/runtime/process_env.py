@@ -9,7 +9,6 @@ JAXRL_TUNE=0 turns all of it off; a variable that is already set is left as it i
 
 import contextlib
 import hashlib
-import logging
 import os
 import pathlib
 import platform
@@ -23,7 +22,8 @@ from launch.runtime import host_memory
 # largest block in glibc's heap, which may hold several times as many as are in use,
 # because small ones take a part of a freed one. Older versions keep 32 MiB at most.
 IDLE_SHARE, MOST_IDLE = 1 / 8, 4 << 30
-HEAP_SHARE, SMALLEST, NEW_VERSION = 1 / 64, 32 << 20, (2, 36)
+HEAP_SHARE, NEW_VERSION = 1 / 64, (2, 36)
+SMALLEST = 32 << 20  # as in large_blocks.c
 THRESHOLD = 'MALLOC_MMAP_THRESHOLD_'
 MALLOC = {
   'MALLOC_TRIM_THRESHOLD_': str(16 << 30),
@@ -37,11 +37,10 @@ CACHE = {
 CACHE_DIR = 'JAX_COMPILATION_CACHE_DIR'
 REEXEC_FLAG = 'JAXRL_TUNED'  # the id of a process that has executed itself again
 PRELOAD, LIBRARY = 'LD_PRELOAD', 'JAXRL_LARGE_BLOCKS'
+OBSTACLE = 'JAXRL_NO_LARGE_BLOCKS'  # why there is no library
 
-log = logging.getLogger(__name__)
 
-
-def cache_dir(env: MutableMapping[str, str]) -> pathlib.Path:
+def cache_dir(env: Mapping[str, str]) -> pathlib.Path:
   """Returns this user's compilation cache.
 
   Programs contain instructions of the processor, so each model has its own folder.
@@ -56,7 +55,7 @@ def cache_dir(env: MutableMapping[str, str]) -> pathlib.Path:
   return pathlib.Path(home) / 'jaxrl' / f'xla-{cpu_hash}'
 
 
-def missing_variables(env: MutableMapping[str, str]) -> dict[str, str]:
+def missing_variables(env: Mapping[str, str]) -> dict[str, str]:
   """Returns the variables that tuning would add to `env`."""
   if env.get('JAXRL_TUNE') == '0':
     return {}
@@ -67,8 +66,9 @@ def missing_variables(env: MutableMapping[str, str]) -> dict[str, str]:
     wanted[CACHE_DIR] = str(folder)
   if CACHE_DIR in env or CACHE_DIR in wanted:
     wanted.update(CACHE)
-  stale = {LIBRARY} if wanted.get(LIBRARY) != env.get(LIBRARY) else set()
-  return {name: x for name, x in wanted.items() if name not in env or name in stale}
+  if not _library(env):
+    env = {name: x for name, x in env.items() if name != LIBRARY}  # its file is gone
+  return {name: value for name, value in wanted.items() if name not in env}
 
 
 def _malloc_variables(env: Mapping[str, str], version: str) -> dict[str, str]:
@@ -76,14 +76,11 @@ def _malloc_variables(env: Mapping[str, str], version: str) -> dict[str, str]:
 
   limit, wanted = host_memory.read_host_memory().limit, dict(MALLOC)
   try:
-    library = env.get(LIBRARY, '')
-    if not os.path.exists(library):
-      library = str(large_blocks.build())
+    library = _library(env) or str(large_blocks.build())
   except OSError as error:
-    log.info('large blocks of memory are not kept: %s', error)
     is_old = tuple(int(x) for x in re.findall(r'\d+', version)[:2]) < NEW_VERSION
     largest = SMALLEST if is_old else max(SMALLEST, int(limit * HEAP_SHARE))
-    return wanted | {THRESHOLD: str(largest)}
+    return wanted | {THRESHOLD: str(largest), OBSTACLE: str(error)}
   wanted |= {LIBRARY: library, THRESHOLD: str(SMALLEST)}
   wanted[large_blocks.IDLE_BYTES] = str(min(int(limit * IDLE_SHARE), MOST_IDLE))
   return wanted
@@ -91,7 +88,7 @@ def _malloc_variables(env: Mapping[str, str], version: str) -> dict[str, str]:
 
 def tuned(env: Mapping[str, str]) -> dict[str, str]:
   """Returns the environment of a process that has everything from its start."""
-  added = {**env, **missing_variables(dict(env))}
+  added = {**env, **missing_variables(env)}
   with preloading(added):
     return dict(added)
 
@@ -112,7 +109,8 @@ def preloading(env: MutableMapping[str, str]) -> Iterator[None]:
 
 
 def _library(env: Mapping[str, str]) -> str:
-  return '' if env.get('JAXRL_TUNE') == '0' else env.get(LIBRARY, '')
+  library = '' if env.get('JAXRL_TUNE') == '0' else env.get(LIBRARY, '')
+  return library if os.path.exists(library) else ''
 
 
 def _other_preloads(env: Mapping[str, str]) -> list[str]:
@@ -152,15 +150,16 @@ def apply() -> None:
     os.execv(sys.executable, [sys.executable, *sys.orig_argv[1:]])
 
 
-def describe(env: MutableMapping[str, str]) -> str:
+def describe(env: Mapping[str, str]) -> str:
   """Returns one line that says what is in force."""
   if env.get('JAXRL_TUNE') == '0':
     return 'off (JAXRL_TUNE=0)'
   malloc = 'malloc as it is'
   if MALLOC.keys() <= env.keys():
-    malloc = (
-      'large blocks of memory kept' if env.get(LIBRARY) else 'malloc keeps blocks'
-    )
+    malloc = 'large blocks of memory kept'
+    if not _library(env):
+      why = f' (its library {env[OBSTACLE]})' if OBSTACLE in env else ''
+      malloc = f'malloc keeps blocks{why}'
   folder = env.get(CACHE_DIR)
   cache = f'compiled programs cached in {folder}' if folder else 'no compilation cache'
   return f'{malloc}; {cache} (JAXRL_TUNE=0 turns both off)'

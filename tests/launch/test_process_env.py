@@ -42,13 +42,16 @@ def test_without_a_compiler_blocks_stay_in_the_heap_if_they_are_not_too_large(
   share = process_env.HEAP_SHARE * psutil.virtual_memory().total
   assert 32 << 20 <= int(added[process_env.THRESHOLD]) <= max(share, 32 << 20)
   assert process_env.PRELOAD not in process_env.tuned(env)
-  assert 'malloc keeps blocks' in process_env.describe({**env, **added})
+  told = process_env.describe({**env, **added})
+  assert 'malloc keeps blocks (its library needs a C compiler' in told
 
 
 @NEEDS_COMPILER
 def test_a_library_that_is_gone_is_built_again(env):
-  added = process_env.missing_variables({**env, process_env.LIBRARY: '/gone.so'})
-  assert os.path.exists(added[process_env.LIBRARY])
+  gone = {**env, process_env.LIBRARY: '/gone.so'}
+  with process_env.preloading(gone):
+    assert 'LD_PRELOAD' not in gone
+  assert os.path.exists(process_env.missing_variables(gone)[process_env.LIBRARY])
 
 
 @NEEDS_COMPILER
