@@ -93,10 +93,14 @@ class TransformerLM:
   def is_shallow(self) -> bool:
     """Returns True for few layers on one CPU device, not recomputed and not exact."""
     few = self.config.num_layers <= MAX_UNROLLED_LAYERS
-    few = few and platform_of(self.platform) == 'cpu'
+    few = few and platform_of(self.platform) == 'cpu' and self.is_on_one_device
+    return few and remat.policy(self.remat) is None and self.exact is None
+
+  @property
+  def is_on_one_device(self) -> bool:
+    """Returns True if no mesh splits its arrays."""
     mesh = getattr(self.constrain, 'mesh', None)
-    alone = mesh is None or mesh.size == 1
-    return few and alone and remat.policy(self.remat) is None and self.exact is None
+    return mesh is None or mesh.size == 1
 
   def init(self, key: jax.Array) -> Params:
     """Makes random float32 parameters; 'layers' has every layer's on axis 0.

@@ -9,14 +9,15 @@ import functools
 import pathlib
 import platform
 import threading
+from typing import NamedTuple
 
 import jax
 
 from kernels.native import compiler
 
-TARGETS = ('jaxrl_row_product',)
+TARGETS = ('jaxrl_row_product', 'jaxrl_chunk_attention')
 FOLDER = pathlib.Path(__file__).parent
-SOURCES = (FOLDER / 'row_product.c',)
+SOURCES = (FOLDER / 'row_product.c', FOLDER / 'chunk_attention.c')
 HEADER = FOLDER / 'custom_call.h'
 
 _LOCK = threading.Lock()
@@ -29,8 +30,20 @@ def obstacle() -> str:
   return found if isinstance(found, str) else ''
 
 
-def panel_columns() -> int:
-  """Returns the columns of a panel of `row_product`.
+class Widths(NamedTuple):
+  """What a kernel computes at once on this processor.
+
+  Attributes:
+    lanes: Floats of a vector.
+    panel_columns: Columns of a panel of `row_product`.
+  """
+
+  lanes: int
+  panel_columns: int
+
+
+def widths() -> Widths:
+  """Compiles and registers the kernels, and returns their widths.
 
   Raises:
     OSError: If the kernels cannot be compiled or loaded here.
@@ -43,15 +56,15 @@ def panel_columns() -> int:
 
 
 @functools.cache
-def _registered() -> int | str:
-  """Returns the columns of a panel, or why there are no kernels; tries only once."""
+def _registered() -> Widths | str:
+  """Returns the widths, or why there are no kernels; tries only once."""
   try:
     return register('native')
   except OSError as error:
     return str(error)
 
 
-def register(processor: str, suffix: str = '') -> int:
+def register(processor: str, suffix: str = '') -> Widths:
   """Makes the kernels targets of `jax.ffi.ffi_call`.
 
   Args:
@@ -59,7 +72,7 @@ def register(processor: str, suffix: str = '') -> int:
     suffix: What follows `TARGETS` in the names of the targets.
 
   Returns:
-    The columns of a panel.
+    Their widths.
 
   Raises:
     OSError: If the kernels cannot be compiled or loaded.
@@ -68,7 +81,8 @@ def register(processor: str, suffix: str = '') -> int:
   for target in TARGETS:
     function = jax.ffi.pycapsule(getattr(library, target))
     jax.ffi.register_ffi_target(target + suffix, function, platform='cpu')
-  return ctypes.c_int.in_dll(library, 'jaxrl_panel_columns').value
+  names = (f'jaxrl_{name}' for name in Widths._fields)
+  return Widths(*(ctypes.c_int.in_dll(library, name).value for name in names))
 
 
 def _built(processor: str) -> pathlib.Path:

@@ -83,7 +83,7 @@ def pack(matrix: jax.Array) -> PanelMatrix:
   """
   if matrix.dtype.name not in DTYPES:
     raise TypeError(f'panels are in {" or ".join(DTYPES)}, not {matrix.dtype}')
-  (inputs, columns), width = matrix.shape, library.panel_columns()
+  (inputs, columns), width = matrix.shape, library.widths().panel_columns
   pairs = 2 if matrix.dtype == jnp.bfloat16 else 1
   padding = (0, -inputs % pairs), (0, -columns % width)
   steps = jnp.pad(matrix, padding).reshape(-(-inputs // pairs), pairs, -1, width)
@@ -108,7 +108,7 @@ def multiply(x: jax.Array, matrix: PanelMatrix) -> jax.Array:
   Raises:
     OSError: If the kernel cannot be compiled or loaded here.
   """
-  library.panel_columns()
+  library.widths()
   inputs, columns = matrix.shape
   rows = x.reshape(-1, inputs).astype(matrix.panels.dtype)
   if matrix.panels.ndim == 4:

@@ -67,6 +67,7 @@ class Toy:
       device_thread=self.device_thread,
       max_num_seqs=rows,
       max_length=size.prompt + size.new,
+      prompt_buckets=(size.prompt,),
       decode_steps=decode_steps,
       weights_dtype=weights_dtype,
     )

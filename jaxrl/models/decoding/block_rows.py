@@ -7,8 +7,7 @@ alone, bit for bit, and on no length. Prompts can therefore share them.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
 
 import jax
 import jax.numpy as jnp
@@ -44,10 +43,11 @@ class BlockRows:
     limit: jax.Array,
     *,
     exact: bool,
+    single: Callable[..., jax.Array],
     sinks: jax.Array | None = None,
     softcap: float = 0.0,
     scale: float | None = None,
-    **rules: Any,
+    window: int = 0,
   ) -> jax.Array:
     """Attends from each token to its slot's cache, up to its own position.
 
@@ -57,14 +57,16 @@ class BlockRows:
       v_chunks: As there.
       limit: As there, not None.
       exact: Whether the exact mode computes.
+      single: Not called, as a slot has several queries.
       sinks: As there.
       softcap: As there.
       scale: As there.
-      **rules: A window, in the exact mode alone.
+      window: As there, in the exact mode alone.
 
     Returns:
       `[P · N, H, d]` float32.
     """
+    del single
     count, size = self.positions.shape
     heads, dim = q.shape[1:]
 
@@ -74,7 +76,7 @@ class BlockRows:
     if exact:
       chunks = tuple(map(own, k_chunks)), tuple(map(own, v_chunks))
       blocks = q.reshape(count, size, heads, dim), *chunks, self.positions, limit
-      rules |= {'sinks': sinks, 'softcap': softcap, 'scale': scale}
+      rules = {'sinks': sinks, 'softcap': softcap, 'scale': scale, 'window': window}
       return exact_mode.attend(*blocks, **rules).reshape(q.shape)
     kv_heads = k_chunks[0].shape[1]
     q = q.reshape(count, size, kv_heads, -1, dim).transpose(0, 2, 3, 1, 4)

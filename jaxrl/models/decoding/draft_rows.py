@@ -9,7 +9,7 @@ same token alone.
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,7 +17,6 @@ import jax.numpy as jnp
 
 from jaxrl.models import exact_mode
 from jaxrl.types import AnyArray
-from kernels.attention import decode_attention
 
 
 @jax.tree_util.register_dataclass
@@ -92,6 +91,7 @@ class DraftRows:
     limit: jax.Array,
     *,
     exact: bool,
+    single: Callable[..., jax.Array],
     **rules: Any,
   ) -> jax.Array:
     """Attends from each row to its slot's cache.
@@ -103,6 +103,7 @@ class DraftRows:
       limit: As there, not None.
       exact: Whether the exact mode computes. There bits do not depend on the number of
         queries, and all of a slot attend together.
+      single: `decode_attention` with the rules, or a kernel for it.
       **rules: As there.
 
     Returns:
@@ -112,12 +113,12 @@ class DraftRows:
     if exact:
       by_slot = q[self.index].swapaxes(0, 1), *chunks, self.positions.T
       return exact_mode.attend(*by_slot, limit, **rules)[self.slots, self.offsets]
-    first = decode_attention(q, *chunks, self.positions[0], limit, **rules)
+    first = single(q, *chunks, self.positions[0], limit)
     out = jnp.zeros((len(self.index), *first.shape), first.dtype).at[0].set(first)
 
     def turn(offset, out):
       queries, positions = q[self.index[offset]], self.positions[offset]
-      one = decode_attention(queries, *chunks, positions, limit, **rules)
+      one = single(queries, *chunks, positions, limit)
       return out.at[offset].set(one)
 
     out = jax.lax.fori_loop(1, self.depth + 1, turn, out)

@@ -180,7 +180,7 @@ def test_older_processors_compute_the_same(
     pytest.skip(f'has no {", ".join(sorted(missing))}')
   monkeypatch.setenv('XDG_CACHE_HOME', str(tmp_path))
   target = f'{row_product.TARGET}_{processor}'
-  width = library.register(processor, f'_{processor}')
+  width = library.register(processor, f'_{processor}').panel_columns
   assert width == panel_columns
   for dtype in DTYPES:
     for inputs, columns in SHAPES:
