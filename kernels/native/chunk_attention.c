@@ -179,9 +179,9 @@ static Block block_at(const Attention *a, long pair, long chunk, long first) {
 }
 
 /* Computes some heads that share keys; the last two are constants. */
-INLINE void attend(const Attention *a, long pair, long head, int heads, int is_bfloat16) {
+INLINE void attend(
+    const Attention *a, long pair, long after, long head, int heads, int is_bfloat16) {
   const long width = a->width, row = head * width;
-  const long after = pair + 1 < a->num_pairs ? pair + 1 : pair;
   long visible = (long)a->positions[pair / a->kv_heads] + 1;
   if (visible > a->limit) visible = a->limit;
   State s;
@@ -209,13 +209,13 @@ INLINE void attend(const Attention *a, long pair, long head, int heads, int is_b
       a->out[row + h * width + d] = s.out[h][d] / s.total[h];
 }
 
-INLINE void group(const Attention *a, long pair, int is_bfloat16) {
+INLINE void group(const Attention *a, long pair, long after, int is_bfloat16) {
   long count = a->heads / a->kv_heads, head = pair * count, end = head + count;
   for (; head + HEADS <= end; head += HEADS)
-    attend(a, pair, head, HEADS, is_bfloat16);
-  if (HEADS > 3 && head + 3 == end) attend(a, pair, head, 3, is_bfloat16);
-  if (head + 2 == end) attend(a, pair, head, 2, is_bfloat16);
-  if (head + 1 == end) attend(a, pair, head, 1, is_bfloat16);
+    attend(a, pair, after, head, HEADS, is_bfloat16);
+  if (HEADS > 3 && head + 3 == end) attend(a, pair, after, head, 3, is_bfloat16);
+  if (head + 2 == end) attend(a, pair, after, head, 2, is_bfloat16);
+  if (head + 1 == end) attend(a, pair, after, head, 1, is_bfloat16);
 }
 
 /* Writes the new key and value of a slot and a head. */
@@ -232,19 +232,23 @@ INLINE void write(const Attention *a, long pair, int is_bfloat16) {
   memcpy(value, a->new_values + pair * width * bytes, width * bytes);
 }
 
-INLINE void run_pair(const Attention *a, long pair, int is_bfloat16) {
+/* `after` is the pair that the same thread computes next. */
+INLINE void run_pair(const Attention *a, long pair, long after, int is_bfloat16) {
   if (a->new_keys) write(a, pair, is_bfloat16);
-  group(a, pair, is_bfloat16);
+  group(a, pair, after, is_bfloat16);
 }
 
-static void run_piece(Job *job, long piece) {
+static void run_piece(Job *job, long piece, long next) {
   const Attention *a = (const Attention *)job;
   long pair = piece * a->pairs_a_piece, end = pair + a->pairs_a_piece;
   if (end > a->num_pairs) end = a->num_pairs;
-  if (a->is_bfloat16)
-    for (; pair < end; pair++) run_pair(a, pair, 1);
-  else
-    for (; pair < end; pair++) run_pair(a, pair, 0);
+  for (; pair < end; pair++) {
+    long after = pair + 1 < end ? pair + 1 : next < 0 ? pair : next * a->pairs_a_piece;
+    if (a->is_bfloat16)
+      run_pair(a, pair, after, 1);
+    else
+      run_pair(a, pair, after, 0);
+  }
 }
 
 static int is_array(const XLA_FFI_Buffer *x, int dtype, const int64_t *shape, int rank) {

@@ -31,17 +31,22 @@ typedef Words AnyWords __attribute__((aligned(4), may_alias));
 #define INLINE static inline __attribute__((always_inline))
 
 typedef struct Job {
-  void (*run)(struct Job *, long chunk);
+  /* Computes a chunk; the same thread goes on with `next`, -1 if there is none. */
+  void (*run)(struct Job *, long chunk, long next);
   long num_chunks;
   atomic_long next_chunk, chunks_done;
   atomic_int owners;
 } Job;
 
+static long take_chunk(Job *job) {
+  long chunk = atomic_fetch_add(&job->next_chunk, 1);
+  return chunk < job->num_chunks ? chunk : -1;
+}
+
 static void run_chunks(Job *job) {
-  for (;;) {
-    long chunk = atomic_fetch_add(&job->next_chunk, 1);
-    if (chunk >= job->num_chunks) return;
-    job->run(job, chunk);
+  for (long chunk = take_chunk(job), next; chunk >= 0; chunk = next) {
+    next = take_chunk(job);
+    job->run(job, chunk, next);
     atomic_fetch_add_explicit(&job->chunks_done, 1, memory_order_release);
   }
 }

@@ -56,8 +56,15 @@ INLINE Floats add_product(Floats sums, uint32_t x, Words matrix, int is_bfloat16
 #endif
 }
 
+/* What a tile asks the memory for while it computes: at each step so many bytes. */
+typedef struct {
+  const char *bytes;
+  long stride;
+} Ahead;
+
 /* Computes one panel's columns of `rows` rows; the last two are constants. */
-INLINE void tile(const Product *p, long row, long panel, int rows, int is_bfloat16) {
+INLINE void
+tile(const Product *p, long row, long panel, Ahead ahead, int rows, int is_bfloat16) {
   const long steps = p->steps;
   const uint32_t *x = (const uint32_t *)p->x + row * steps;
   const char *matrix = p->panels + panel * steps * PANEL * 4;
@@ -68,9 +75,9 @@ INLINE void tile(const Product *p, long row, long panel, int rows, int is_bfloat
     Words words[VECTORS];
     for (int v = 0; v < VECTORS; v++)
       words[v] = *(const AnyWords *)(matrix + v * 4 * LANES);
-    if (!row) /* later rows find the panel in the cache */
-      for (int byte = 0; byte < PANEL * 4; byte += LINE_BYTES)
-        __builtin_prefetch(matrix + AHEAD_BYTES + byte);
+    for (long byte = 0; byte < ahead.stride; byte += LINE_BYTES)
+      __builtin_prefetch(ahead.bytes + byte);
+    ahead.bytes += ahead.stride;
     for (int r = 0; r < rows; r++)
       for (int v = 0; v < VECTORS; v++)
         sums[r][v] = add_product(sums[r][v], x[r * steps + step], words[v], is_bfloat16);
@@ -85,22 +92,40 @@ INLINE void tile(const Product *p, long row, long panel, int rows, int is_bfloat
   }
 }
 
-INLINE void whole_panel(const Product *p, long panel, int is_bfloat16) {
+/* One tile reads on in its own panel. Several read a panel that is in the cache, and
+   together ask for the next one. */
+INLINE void whole_panel(const Product *p, long panel, long next, int is_bfloat16) {
+  const long bytes = p->steps * PANEL * 4, rest = p->rows % ROWS;
+  const long tiles = p->rows / ROWS + (rest >> 2) + (rest >> 1 & 1) + (rest & 1);
+  Ahead ahead = {p->panels + panel * bytes + AHEAD_BYTES, PANEL * 4};
+  if (tiles > 1)
+    ahead = (Ahead){p->panels + next * bytes, (PANEL * 4 + tiles - 1) / tiles};
+  const long stride = p->steps * ahead.stride;
   long row = 0;
-  for (; row + ROWS <= p->rows; row += ROWS) tile(p, row, panel, ROWS, is_bfloat16);
-  if (ROWS > 4 && row + 4 <= p->rows) tile(p, row, panel, 4, is_bfloat16), row += 4;
-  if (row + 2 <= p->rows) tile(p, row, panel, 2, is_bfloat16), row += 2;
-  if (row < p->rows) tile(p, row, panel, 1, is_bfloat16);
+  for (; row + ROWS <= p->rows; row += ROWS, ahead.bytes += stride)
+    tile(p, row, panel, ahead, ROWS, is_bfloat16);
+  if (ROWS > 4 && row + 4 <= p->rows) {
+    tile(p, row, panel, ahead, 4, is_bfloat16);
+    row += 4, ahead.bytes += stride;
+  }
+  if (row + 2 <= p->rows) {
+    tile(p, row, panel, ahead, 2, is_bfloat16);
+    row += 2, ahead.bytes += stride;
+  }
+  if (row < p->rows) tile(p, row, panel, ahead, 1, is_bfloat16);
 }
 
-static void run_chunk(Job *job, long chunk) {
+static void run_chunk(Job *job, long chunk, long next) {
   const Product *p = (const Product *)job;
   long panel = chunk * p->panels_a_chunk, end = panel + p->panels_a_chunk;
   if (end > p->num_panels) end = p->num_panels;
-  if (p->is_bfloat16)
-    for (; panel < end; panel++) whole_panel(p, panel, 1);
-  else
-    for (; panel < end; panel++) whole_panel(p, panel, 0);
+  for (; panel < end; panel++) {
+    long after = panel + 1 < end || next < 0 ? panel + 1 : next * p->panels_a_chunk;
+    if (p->is_bfloat16)
+      whole_panel(p, panel, after, 1);
+    else
+      whole_panel(p, panel, after, 0);
+  }
 }
 
 static int has_shapes(
