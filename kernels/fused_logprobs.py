@@ -31,6 +31,7 @@ from kernels.softmax_stats import (
 MODULES = {
   'mosaic': 'kernels.fused_logprobs_tpu',
   'kept': 'kernels.kept_softmax',
+  'native': 'kernels.native.row_softmax',
   'tiles': 'kernels.kept_softmax',
 }
 
@@ -81,10 +82,11 @@ class FusedLogprobsPlan:
   """The static options of `fused_logprobs`.
 
   Attributes:
-    name: Name of the implementation: 'mosaic', 'kept' or 'tiles'.
+    name: Name of the implementation: 'mosaic', 'kept', 'tiles' or 'native'.
     kind: Statistics to compute.
     shards: Sharding of the arrays; None for one device.
-    rows: Rows whose logits 'kept' and 'tiles' form again at a time, where they must.
+    rows: Rows whose logits are formed again at a time, where they must be; not by
+      'mosaic'.
     interpret: Whether to run kernels in Pallas's interpreter, without an accelerator.
   """
 
@@ -98,6 +100,11 @@ class FusedLogprobsPlan:
   def functions(self) -> Any:
     """Returns the module of the implementation."""
     return importlib.import_module(MODULES[self.name])
+
+  @property
+  def keeps(self) -> bool:
+    """Returns True if the softmax is kept for the backward pass."""
+    return self.name in ('kept', 'native')
 
   @property
   def forward_options(self) -> dict[str, Any]:
@@ -214,7 +221,7 @@ def _run(
 
 def _forward(plan: FusedLogprobsPlan, *primals: Any) -> Any:
   arrays = tuple(x.value for x in primals)
-  out, stats, kept = _run(plan, *arrays, keeps=plan.name == 'kept')
+  out, stats, kept = _run(plan, *arrays, keeps=plan.keeps)
   return out, (arrays, stats, kept)
 
 

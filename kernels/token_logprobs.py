@@ -64,18 +64,20 @@ def token_logprobs(
 ) -> TokenScores:
   """Computes log-probs of targets under softmax(hidden · tableᵀ / temperature).
 
-  The full float32 logits are never held in memory. TPU kernels keep one block of them
-  on the chip (after Cut Your Losses, arXiv 2411.09009) and compute it again in the
-  backward pass. A GPU holds a tile of them, and keeps their softmax in the dtype of
-  `hidden` for the backward pass, or computes it again if it is too large. The reference
-  holds the logits of at most `max_rows` positions at a time, but of at least one
-  position per row, and computes them again.
+  The full float32 logits are held in memory only on a CPU, and only if they take 256
+  MiB at most and there is a C compiler: their softmax takes their place, and is kept
+  for the backward pass. TPU kernels keep one block of the logits on the chip (after Cut
+  Your Losses, arXiv 2411.09009) and compute it again in the backward pass. A GPU holds
+  a tile of them, and keeps their softmax in the dtype of `hidden` for the backward
+  pass, or computes it again if it is too large. The reference holds the logits of at
+  most `max_rows` positions at a time, but of at least one position per row, and
+  computes them again.
 
   Args:
     hidden: Hidden states `[B, T, D]`.
     table: Table `[V, D]`, the weight matrix of the LM head.
     targets: Target tokens `[B, T]` int32.
-    temperature: Temperature, a number or `[B, T]`.
+    temperature: Temperature, a scalar.
     entropy: Whether to compute the entropy H, at temperature 1.
     nec: Whether to compute Σ_v p_v²(H + log p_v), at temperature 1.
     sum_pi_squared: Whether to compute Σ_v p_v², at temperature 1.
@@ -91,7 +93,7 @@ def token_logprobs(
       backend of this process.
     shards: Sharding of `hidden` and `table` on a mesh, which the kernels need; None for
       one device.
-    kept_bytes: Bytes of each device that the softmax may take which a GPU keeps, see
+    kept_bytes: Bytes of each GPU that the softmax may take which it keeps, see
       `kept_bytes_of`; None for KEPT_BYTES.
     interpret: Whether to run the kernel in Pallas's interpreter, without an
       accelerator.
@@ -164,7 +166,23 @@ def _kernels(
     'mosaic': on('tpu', 'mosaic'),
     'kept': on('gpu', 'kept', large if size > budget else ''),
     'tiles': on('gpu', 'tiles'),
+    'native': on('cpu', 'native', _native_obstacle(hidden, shards, size, platform)),
   }
+
+
+def _native_obstacle(
+  hidden: jax.Array, shards: 'LogprobShards | None', size: int, platform: str
+) -> str:
+  """Returns why a CPU does not keep the softmax; '' if it does."""
+  if platform != 'cpu':
+    return ''
+  if shards is not None and shards.mesh.size > 1:
+    return 'runs on one device'
+  from kernels.native import row_softmax  # not for other platforms
+
+  if size > row_softmax.KEPT_BYTES:
+    return f'keeps {row_softmax.KEPT_BYTES >> 20} MiB, not {size >> 20}'
+  return row_softmax.obstacle(hidden)
 
 
 def kept_bytes_of(limit: float) -> int:
@@ -209,6 +227,8 @@ def _fused(
   tempered = not (isinstance(temperature, (int, float)) and temperature == 1)
   entries = len(table) // (1 if shards is None else shards.size(shards.vocab))
   rows = max(TILE_LOGITS // entries, budget // (entries * hidden.dtype.itemsize), 1)
+  if name == 'native':
+    shards, rows = None, max(1, MOST_LOGITS // entries)
   kind = StatsKind(tempered, entropy or nec or sum_pi_squared)
   plan = FusedLogprobsPlan(name, kind, shards, rows, interpret)
   inverse = 1 / jnp.float32(temperature)
@@ -243,7 +263,7 @@ def reference(
     hidden: Hidden states `[B, T, D]`.
     table: Table `[V, D]`.
     targets: Target tokens `[B, T]` int32.
-    temperature: Temperature, a number or `[B, T]`.
+    temperature: Temperature, a scalar.
     entropy: Whether to compute the entropy.
     nec: Whether to compute nec.
     sum_pi_squared: Whether to compute Σ_v p_v².

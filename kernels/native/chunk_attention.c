@@ -26,7 +26,6 @@ enum { MOST_CHUNKS = 16, MOST_WIDTH = 512, LINE_BYTES = 64, PIECE_BYTES = 1 << 1
 enum { FIXED = 3, NEW = 2 /* arguments before the chunks */ };
 
 #define NEGATIVE -1e30f
-#define LOWEST -87.0f /* the exponential of less is no normal number */
 
 const int jaxrl_lanes = LANES;
 
@@ -58,8 +57,6 @@ typedef struct {
   float out[HEADS][MOST_WIDTH];
 } State;
 
-INLINE Floats spread(float value) { return value - (Floats){0}; }
-
 /* Processors do not see by themselves what is read after some kilobytes. */
 INLINE void fetch(const char *bytes, long count) {
   for (long at = 0; at < count; at += LINE_BYTES) __builtin_prefetch(bytes + at);
@@ -69,20 +66,6 @@ INLINE Floats load(const char *array, long index, int is_bfloat16) {
   if (!is_bfloat16) return *(const AnyFloats *)(array + 4 * index);
   Halves halves = *(const AnyHalves *)(array + 2 * index);
   return (Floats)(__builtin_convertvector(halves, Words) << 16);
-}
-
-/* Of numbers that are at most 0; what is not a number stays so. */
-INLINE Floats exponential(Floats x) {
-  const float round = 0x1.8p23f; /* what is added to it has no binary places left */
-  Words is_low = (Words)(x < spread(LOWEST));
-  x = (Floats)(((Words)spread(LOWEST) & is_low) | ((Words)x & ~is_low));
-  Floats shifted = x * 0x1.715476p0f + round, whole = shifted - round;
-  Floats f = x - whole * 0x1.62e4p-1f; /* ln 2 in two parts: the first has few bits */
-  f = f - whole * 0x1.7f7d1cp-20f;
-  Floats sum = spread(1.0f / 5040);
-  const float series[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
-  for (int i = 0; i < 7; i++) sum = sum * f + series[i];
-  return (Floats)((Words)sum + ((Words)shifted << 23)); /* times two to the whole */
 }
 
 static float exponential_of(float x) { return exponential(spread(x))[0]; }

@@ -1,5 +1,4 @@
-/* What a kernel for CPUs consists of beside its arithmetic: vectors, and jobs of several
-   threads.
+/* What kernels for CPUs share: vectors, and jobs of several threads.
 
    A kernel is a custom call of XLA (c_api.h of its FFI). Its work is a job of chunks,
    which the calling thread and threads of XLA's pool take until none is left. */
@@ -29,6 +28,23 @@ typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef Words AnyWords __attribute__((aligned(4), may_alias));
 
 #define INLINE static inline __attribute__((always_inline))
+
+INLINE Floats spread(float value) { return value - (Floats){0}; }
+
+/* The exponential of numbers that are at most 0, to 1e-7 of it; 0 below -87, where it is
+   no normal number. What is not a number stays so. */
+INLINE Floats exponential(Floats x) {
+  const float round = 0x1.8p23f; /* what is added to it has no binary places left */
+  Words is_low = (Words)(x < spread(-87.0f));
+  Floats shifted = x * 0x1.715476p0f + round, whole = shifted - round;
+  Floats f = x - whole * 0x1.62e4p-1f; /* ln 2 in two parts: the first has few bits */
+  f = f - whole * 0x1.7f7d1cp-20f;
+  Floats sum = spread(1.0f / 5040);
+  const float series[] = {1.0f / 720, 1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1, 1};
+  for (int i = 0; i < 7; i++) sum = sum * f + series[i];
+  Words scaled = (Words)sum + ((Words)shifted << 23); /* times two to the whole */
+  return (Floats)(scaled & ~is_low);
+}
 
 typedef struct Job {
   /* Computes a chunk; the same thread goes on with `next`, -1 if there is none. */

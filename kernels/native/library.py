@@ -15,9 +15,10 @@ import jax
 
 from kernels.native import compiler
 
-TARGETS = ('jaxrl_row_product', 'jaxrl_chunk_attention')
+TARGETS = ('jaxrl_row_product', 'jaxrl_chunk_attention', 'jaxrl_keep_softmax')
 FOLDER = pathlib.Path(__file__).parent
-SOURCES = (FOLDER / 'row_product.c', FOLDER / 'chunk_attention.c')
+FILES = ('row_product.c', 'chunk_attention.c', 'row_softmax.c')
+SOURCES = tuple(FOLDER / name for name in FILES)
 HEADER = FOLDER / 'custom_call.h'
 
 _LOCK = threading.Lock()

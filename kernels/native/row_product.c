@@ -38,21 +38,21 @@ typedef struct {
 
 const int jaxrl_panel_columns = PANEL;
 
-INLINE Floats spread(uint32_t word) {
+INLINE Floats spread_word(uint32_t word) {
   float value;
   memcpy(&value, &word, sizeof value);
-  return value - (Floats){0};
+  return spread(value);
 }
 
 /* Adds to the sums what one word of x and one vector of words of the matrix give. */
 INLINE Floats add_product(Floats sums, uint32_t x, Words matrix, int is_bfloat16) {
-  if (!is_bfloat16) return sums + spread(x) * (Floats)matrix;
+  if (!is_bfloat16) return sums + spread_word(x) * (Floats)matrix;
 #if defined(__AVX512BF16__)
   __m512bh pairs = (__m512bh)(x - (Words){0});
   return (Floats)_mm512_dpbf16_ps((__m512)sums, pairs, (__m512bh)matrix);
 #else
-  sums += spread(x << 16) * (Floats)(matrix << 16);
-  return sums + spread(x & 0xffff0000u) * (Floats)(matrix & 0xffff0000u);
+  sums += spread_word(x << 16) * (Floats)(matrix << 16);
+  return sums + spread_word(x & 0xffff0000u) * (Floats)(matrix & 0xffff0000u);
 #endif
 }
 

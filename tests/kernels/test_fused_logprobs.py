@@ -1,5 +1,6 @@
 """Each platform's log-probs, kernels interpreted, against float64; in shards too."""
 
+import functools
 import re
 
 import jax
@@ -8,12 +9,14 @@ import numpy as np
 import pytest
 from jax.sharding import Mesh
 
+from kernels import dispatch
 from kernels.fused_logprobs import LogprobShards
 from kernels.token_logprobs import token_logprobs
-from tests.marks import slow, slow_except
+from tests.marks import NEEDS_COMPILER, slow, slow_except
 
 HOMES = {'mosaic': 'tpu', 'kept': 'gpu', 'tiles': 'gpu'}
-EVERYWHERE = {**HOMES, 'reference': 'cpu'}
+ANY_TABLE = {**HOMES, 'native': 'cpu'}  # native needs a C compiler, or is the reference
+EVERYWHERE = {**ANY_TABLE, 'reference': 'cpu'}
 
 
 def inputs(shape, dtype=jnp.float32, scale=1.0):
@@ -38,6 +41,7 @@ def kernel(name, arrays, temperature=0.8, learned=3, **options):
   """
   hidden, table, targets = arrays
   options = options | {'kept_bytes': 0} if name == 'tiles' else options
+  options = options | {'kernels': name} if name == 'reference' else options
 
   def total(hidden, table, temperature):
     scores = token_logprobs(
@@ -106,7 +110,7 @@ def test_value_and_gradient_equal_float64(name, shape):
 
 # Where entropy and nec are metrics alone, their gradient is not computed.
 @pytest.mark.parametrize('temperature', [0.8, 0.05, 3.0])
-@pytest.mark.parametrize('name', slow_except(['kept', 'tiles'], HOMES))
+@pytest.mark.parametrize('name', slow_except(['kept', 'tiles', 'native'], ANY_TABLE))
 def test_what_is_not_learned_from_costs_no_gradient(name, temperature):
   arrays = inputs((3, 23, 40, 300))
   actual = kernel(name, arrays, temperature, learned=1)
@@ -132,6 +136,8 @@ def test_blocks_that_are_taken_in_turn(name, dtype, monkeypatch):
   from kernels import fused_logprobs_tpu, kept_softmax, token_logprobs
 
   monkeypatch.setattr(token_logprobs, 'VOCAB_BLOCK', 128)
+  if name == 'native':
+    monkeypatch.setattr(token_logprobs, 'MOST_LOGITS', 15 * 300)
   monkeypatch.setattr(kept_softmax, 'TILE_LOGITS', 15 * 300)
   monkeypatch.setattr(kept_softmax, 'TILE_MULTIPLE', 8)
   monkeypatch.setattr(fused_logprobs_tpu, 'block_sizes', lambda *_: (16, 128))
@@ -151,7 +157,7 @@ def test_narrow_states_are_summed_wide(name):
   assert actual[3].dtype == jnp.bfloat16
 
 
-@pytest.mark.parametrize('name', slow_except(['kept'], HOMES))
+@pytest.mark.parametrize('name', slow_except(['kept', 'native'], ANY_TABLE))
 def test_huge_logits_stay_finite(name):
   arrays = inputs((2, 9, 40, 300), scale=1e5)
   assert all(np.isfinite(x).all() for x in kernel(name, arrays))
@@ -187,6 +193,62 @@ def test_a_shard_without_any_likely_token_keeps_the_gradient_of_its_targets(
   for entry in improbable:
     y = wanted[4][entry]
     np.testing.assert_allclose(actual[4][entry], y, atol=rtol * np.abs(y).max())
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize('temperature', [1.0, 0.8])
+def test_a_cpu_that_scores_alone_keeps_nothing(temperature, monkeypatch):
+  """Without a gradient, a tile of rows at a time, with the same bits."""
+  from kernels.native import row_softmax
+
+  hidden, table, targets = inputs((3, 23, 40, 300))
+  options = {'temperature': temperature, 'entropy': True, 'nec': True}
+  score = functools.partial(token_logprobs, **options)
+  whole = jax.jit(score)(hidden, table, targets)
+  monkeypatch.setattr(row_softmax, 'TILE_LOGITS', 15 * 300)
+  program = jax.jit(functools.partial(score)).lower(hidden, table, targets).compile()
+  tiles = program(hidden, table, targets)
+  wanted = exactly((hidden, table, targets), temperature)
+  for scores in (whole, tiles):
+    assert_close((scores.logprobs, scores.entropy, scores.nec), wanted[:3], 1e-5)
+  assert program.memory_analysis().temp_size_in_bytes < 2 * 3 * 23 * 300
+
+
+@NEEDS_COMPILER
+def test_a_cpu_keeps_one_array_as_large_as_the_logits():
+  hidden, table, targets = inputs((4, 64, 16, 4000))
+
+  def total(hidden, table):
+    return token_logprobs(hidden, table, targets, entropy=True).logprobs.sum()
+
+  program = jax.jit(jax.grad(total, argnums=(0, 1))).lower(hidden, table).compile()
+  logits = 4 * 4 * 64 * 4000
+  assert logits <= program.memory_analysis().temp_size_in_bytes < 1.3 * logits
+  assert program.as_text().count('jaxrl_keep_softmax') == 1
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize(
+  'change, why',
+  [
+    ({}, ''),
+    ({'dtype': jnp.bfloat16}, 'takes float32, not bfloat16'),
+    ({'vocab': 1 << 24}, 'keeps 256 MiB, not 4416'),
+    ({'softcap': 30.0}, 'does not take softcap'),
+  ],
+)
+def test_when_a_cpu_keeps_the_softmax(change, why, caplog):
+  vocab, dtype = change.pop('vocab', 300), change.pop('dtype', jnp.float32)
+  shapes = (3, 23, 4), (vocab, 4), (3, 23)
+  kinds = dtype, jnp.float32, jnp.int32
+  arrays = [jax.ShapeDtypeStruct(*x) for x in zip(shapes, kinds, strict=True)]
+  dispatch.reset_choice_log()
+  with caplog.at_level('INFO', logger='kernels.dispatch'):
+    jax.eval_shape(functools.partial(token_logprobs, **change), *arrays)
+  (line,) = caplog.messages
+  chosen = 'reference' if why else 'native'
+  assert line.startswith(f'token_logprobs on cpu: {chosen} (')
+  assert not why or f'native {why}' in line
 
 
 def test_shards_of_the_table_exchange_eight_numbers_a_token():

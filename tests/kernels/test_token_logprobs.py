@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from kernels.token_logprobs import TokenScores, token_logprobs
+from kernels import token_logprobs as kernels
+from kernels.token_logprobs import TokenScores
 from tests.marks import slow
+
+token_logprobs = functools.partial(kernels.token_logprobs, kernels='reference')
 
 
 def inputs(batch=2, length=7, width=5, vocab=11):
