@@ -4,7 +4,8 @@
    For XLA's CPU backend this is some ten small programs for each chunk, each on one
    thread. Here a slot's queries that share keys are one piece of work: its keys and
    values are read once, a block of positions at a time, up to the slot's own position,
-   with a running softmax between blocks. The bits of a slot therefore depend neither on
+   with a running softmax between blocks. A slot whose position is not below the limit is
+   idle, and gets zeros. The bits of a slot therefore depend neither on
    the slots beside it nor on the number of threads.
 
    Shapes: q [S, H, D] float32, positions [S] and limit [] int32; then the chunks of keys
@@ -166,7 +167,6 @@ INLINE void attend(
     const Attention *a, long pair, long after, long head, int heads, int is_bfloat16) {
   const long width = a->width, row = head * width;
   long visible = (long)a->positions[pair / a->kv_heads] + 1;
-  if (visible > a->limit) visible = a->limit;
   State s;
   for (int h = 0; h < heads; h++) {
     s.top[h] = NEGATIVE, s.total[h] = 0;
@@ -194,6 +194,10 @@ INLINE void attend(
 
 INLINE void group(const Attention *a, long pair, long after, int is_bfloat16) {
   long count = a->heads / a->kv_heads, head = pair * count, end = head + count;
+  if (a->positions[pair / a->kv_heads] >= a->limit) {
+    memset(a->out + head * a->width, 0, count * a->width * sizeof *a->out);
+    return;
+  }
   for (; head + HEADS <= end; head += HEADS)
     attend(a, pair, after, head, HEADS, is_bfloat16);
   if (HEADS > 3 && head + 3 == end) attend(a, pair, after, head, 3, is_bfloat16);
@@ -300,7 +304,7 @@ XLA_FFI_Error *jaxrl_chunk_attention(XLA_FFI_CallFrame *frame) {
   }
   long slots = args[0]->dims[0], read = 0;
   for (long slot = 0; slot < slots; slot++)
-    read += a->positions[slot] < a->limit ? a->positions[slot] + 1 : a->limit;
+    read += a->positions[slot] < a->limit ? a->positions[slot] + 1 : 0;
   read *= a->kv_heads * a->width * (a->is_bfloat16 ? 4 : 8);
   a->pairs_a_piece = PIECE_BYTES / (read / a->num_pairs + 1) + 1;
   a->job.run = run_piece;

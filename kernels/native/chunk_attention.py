@@ -94,7 +94,8 @@ def decode(
     k_chunks: Keys of consecutive chunks of C positions, each `[S, K, d, C]`.
     v_chunks: Values of the chunks, each `[S, K, C, d]`.
     positions: Position of each query, `[S]` int32, at least 0.
-    limit: Scalar int32, at least 1. Positions from it on are not read; None reads all.
+    limit: Scalar int32. A slot whose position is not below it is idle: nothing of its
+      cache is read, and its output is 0. None for no limit.
     scale: Factor on the products of queries and keys; None for d^−½.
 
   Returns:

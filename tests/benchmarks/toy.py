@@ -72,13 +72,9 @@ class Toy:
       weights_dtype=weights_dtype,
     )
     self.weights = InProcessWeightStore(self.engine, device_thread=self.device_thread)
-    # Each sample goes on from the prompt's last token.
-    length = size.prompt - 1 + size.samples * (size.new + 1)
+    parts = 4 if not shape.ENDS else 2
     # Micro-batches, as tuned: a shallow model has two abreast, a deep one all in one.
-    parts = min(size.prompts, 4) if model.is_shallow else 1
-    shared = packing_plan.first_fit(
-      tokens=size.prompts * length // parts, length=length, sequences=rows // parts
-    )
+    parts = min(size.prompts, parts) if model.is_shallow else 1
     self.learner = Learner(
       model,
       model.init(jax.random.key(0)),
@@ -87,7 +83,9 @@ class Toy:
       length_buckets=(size.prompt + size.new,),
       optimizer=make_optimizer(OptimizerOptions(learning_rate=shape.LEARNING_RATE)),
       device_thread=self.device_thread,
-      options=LearnerOptions(log_entropy=entropy, packing=shared if share else ''),
+      options=LearnerOptions(
+        log_entropy=entropy, packing=_packing(size, parts) if share else ''
+      ),
     )
 
   async def start(self) -> None:
@@ -124,6 +122,19 @@ class Toy:
       'generate': generated - start,
       'train': end - generated,
     }
+
+
+def _packing(size: shape.Size, parts: int) -> str:
+  """Packs a step's rows into so many micro-batches, or one more if samples are long."""
+  rows, longest = size.prompts * size.samples, size.prompt + size.new
+  # Each sample goes on from the prompt's last token.
+  new = size.new if not shape.ENDS else shape.mean_length(size)
+  tokens = size.prompts * (size.prompt - 1) + rows * (new + 1)
+  tokens *= 1.2 if shape.ENDS else 1
+  # With fewer, attention does not run on the rectangle of single sequences.
+  tokens = max(int(tokens / parts), rows // parts * longest // 2)
+  length = min(tokens, size.prompt - 1 + size.samples * (size.new + 1))
+  return packing_plan.first_fit(tokens=tokens, length=length, sequences=rows // parts)
 
 
 def prompts(

@@ -119,6 +119,11 @@ def lengths(seed: int, size: Size = SIZE) -> list[int]:
   return [draw.randint(size.new // 8, size.new) for _ in range(count)]
 
 
+def mean_length(size: Size = SIZE) -> float:
+  """Returns the mean of `lengths` with ENDS."""
+  return (size.new // 8 + size.new) / 2
+
+
 class Turns:
   """The peer's end. decode: does it for prompts and lengths. ready: waits for devices.
 

@@ -100,13 +100,13 @@ def test_what_lies_behind_a_position_does_not_matter(dtype):
   np.testing.assert_array_equal(decode(case.q, *spoilt, case.positions, None), out)
 
 
-def test_an_idle_slot_reads_no_more_than_the_others():
+def test_an_idle_slot_reads_nothing():
   """It stands at the last position, and the limit is that of the busy ones."""
   case = draw(SHAPES[1], 'float32')
   case.positions[1:] = 5
-  cut = case._replace(positions=np.minimum(case.positions, 5))
   out = decode(*case, jnp.int32(6))
-  np.testing.assert_array_equal(out, decode(*cut, None))
+  np.testing.assert_array_equal(out[1:], decode(*case, None)[1:])
+  assert not np.asarray(out[0]).any()
 
 
 @pytest.mark.parametrize('dtype', DTYPES)
