@@ -4,9 +4,9 @@
    For XLA's CPU backend this is some ten small programs for each chunk, each on one
    thread. Here a slot's queries that share keys are one piece of work: its keys and
    values are read once, a block of positions at a time, up to the slot's own position,
-   with a running softmax between blocks. A slot whose position is not below the limit is
-   idle, and gets zeros. The bits of a slot therefore depend neither on
-   the slots beside it nor on the number of threads.
+   with a running softmax between blocks. The bits of a slot therefore depend neither on
+   the slots beside it nor on the number of threads. A slot whose position is not below
+   the limit is idle: it reads nothing and gets zeros.
 
    Shapes: q [S, H, D] float32, positions [S] and limit [] int32; then the chunks of keys
    [S, K, D, C] and those of values [S, K, C, D], all float32 or all bfloat16. D is a
@@ -194,7 +194,8 @@ INLINE void attend(
 
 INLINE void group(const Attention *a, long pair, long after, int is_bfloat16) {
   long count = a->heads / a->kv_heads, head = pair * count, end = head + count;
-  if (a->positions[pair / a->kv_heads] >= a->limit) {
+  long position = a->positions[pair / a->kv_heads];
+  if (position < 0 || position >= a->limit) {
     memset(a->out + head * a->width, 0, count * a->width * sizeof *a->out);
     return;
   }
@@ -210,7 +211,7 @@ INLINE void write(const Attention *a, long pair, int is_bfloat16) {
   const long bytes = is_bfloat16 ? 2 : 4, width = a->width;
   long at = a->positions[pair / a->kv_heads], chunk = 0;
   for (; chunk < a->num_chunks && at >= a->sizes[chunk]; chunk++) at -= a->sizes[chunk];
-  if (chunk == a->num_chunks) return;
+  if (at < 0 || chunk == a->num_chunks) return;
   const long size = a->sizes[chunk];
   char *key = a->keys[chunk] + (pair * size * width + at) * bytes;
   char *value = a->values[chunk] + (pair * size + at) * width * bytes;

@@ -18,7 +18,6 @@ TARGET = 'jaxrl_chunk_attention'
 DTYPES = ('float32', 'bfloat16')
 MAX_WIDTH, MAX_CHUNKS, MULTIPLE = 512, 16, 32  # as in chunk_attention.c
 
-
 Chunks = tuple[jax.Array, ...]
 
 
@@ -124,7 +123,7 @@ def write_and_decode(
     v: Values `[S, K, d]`.
     k_chunks: As for `decode`. They are overwritten in place if nothing else reads them.
     v_chunks: Likewise.
-    positions: As for `decode`. Nothing is written at one behind all chunks.
+    positions: As for `decode`. Nothing is written at one outside of all chunks.
     limit: As for `decode`.
     scale: As for `decode`.
 

@@ -31,7 +31,7 @@ typedef Words AnyWords __attribute__((aligned(4), may_alias));
 
 INLINE Floats spread(float value) { return value - (Floats){0}; }
 
-/* The exponential of numbers that are at most 0, to 1e-7 of it; 0 below -87, where it is
+/* The exponential of numbers that are at most 0, to 2e-7 of it; 0 below -87, where it is
    no normal number. What is not a number stays so. */
 INLINE Floats exponential(Floats x) {
   const float round = 0x1.8p23f; /* what is added to it has no binary places left */

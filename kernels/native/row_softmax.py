@@ -86,7 +86,9 @@ def keep_softmax(
   logits = jnp.dot(hidden, table.astype(hidden.dtype).T, precision='highest')
   out = [jax.ShapeDtypeStruct(logits.shape, jnp.float32)]
   out += [jax.ShapeDtypeStruct((len(hidden), NUM_COLUMNS), jnp.float32)]
-  call = jax.ffi.ffi_call(TARGET, out, input_output_aliases={0: 0})
+  call = jax.ffi.ffi_call(
+    TARGET, out, input_output_aliases={0: 0}, vmap_method='sequential'
+  )
   weights, stats = call(logits, targets.astype(jnp.int32), jnp.float32(inverse))
   stats = SoftmaxStats(*unpack_columns(stats))
   return stats, KeptSoftmax(weights, stats.top)

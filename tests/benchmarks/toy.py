@@ -133,7 +133,9 @@ def _packing(size: shape.Size, parts: int) -> str:
   tokens *= 1.2 if shape.ENDS else 1
   # With fewer, attention does not run on the rectangle of single sequences.
   tokens = max(int(tokens / parts), rows // parts * longest // 2)
-  length = min(tokens, size.prompt - 1 + size.samples * (size.new + 1))
+  # A packed row holds a prompt and its samples, or whatever fits.
+  group = size.prompt - 1 + size.samples * (size.new + 1)
+  length = tokens if shape.ENDS else group
   return packing_plan.first_fit(tokens=tokens, length=length, sequences=rows // parts)
 
 

@@ -214,6 +214,23 @@ def test_a_cpu_that_scores_alone_keeps_nothing(temperature, monkeypatch):
   assert program.memory_analysis().temp_size_in_bytes < 2 * 3 * 23 * 300
 
 
+@pytest.mark.parametrize('kernels', ['auto', 'reference'])
+def test_a_batch_of_batches(kernels):
+  """Under vmap, as a user may call it on a CPU."""
+  hidden, table, targets = inputs((3, 23, 40, 300))
+  score = functools.partial(token_logprobs, kernels=kernels)
+
+  def total(hidden, targets):
+    return score(hidden[None], table, targets[None]).logprobs.sum()
+
+  run = jax.vmap(jax.value_and_grad(total))
+  values, gradients = jax.jit(run)(hidden, targets)
+  for i in range(3):
+    value, gradient = jax.value_and_grad(total)(hidden[i], targets[i])
+    np.testing.assert_allclose(values[i], value, rtol=1e-5)
+    np.testing.assert_allclose(gradients[i], gradient, rtol=1e-4, atol=1e-6)
+
+
 @NEEDS_COMPILER
 def test_a_cpu_keeps_one_array_as_large_as_the_logits():
   hidden, table, targets = inputs((4, 64, 16, 4000))

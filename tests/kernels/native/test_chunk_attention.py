@@ -142,14 +142,14 @@ def test_new_keys_and_values_are_written_first(shape, dtype):
   jax.tree.map(np.testing.assert_array_equal, tuple(chunks), (keys, values))
 
 
-def test_nothing_is_written_behind_the_last_chunk():
+def test_nothing_is_written_outside_of_the_chunks():
   case = draw(SHAPES[1], 'float32')
-  case.positions[2] = 192
+  case.positions[2:4] = 192, -1
   new = jnp.full((8, 3, 64), 7.0)
   _, keys, values = write_and_decode(
     case.q, new, new, case.keys, case.values, case.positions, None
   )
-  for slot, count in ((1, 64), (2, 0)):
+  for slot, count in ((1, 64), (2, 0), (3, 0)):
     assert sum(int((k[slot] == 7).sum()) for k in keys) == 3 * count
     assert sum(int((v[slot] == 7).sum()) for v in values) == 3 * count
 
