@@ -22,6 +22,7 @@ from tests.benchmarks.peers import shape
 from tests.benchmarks.peers.shape import Turns
 
 END = shape.MODEL['vocab_size'] - 1  # with ENDS, the token that ends a sample
+PAD = '<pad>'
 
 
 def config() -> Qwen3Config:
@@ -44,12 +45,13 @@ def config() -> Qwen3Config:
 
 def tokenizer() -> PreTrainedTokenizerFast:
   """Token i is the word i; the end, but for ENDS, is one that the model cannot say."""
-  words = {str(i): i for i in range(shape.MODEL['vocab_size'])}
-  bare = Tokenizer(models.WordLevel(words, unk_token='0'))
+  # Token 0 is special, and as '0' it would be found within other words.
+  words = {str(i) if i else PAD: i for i in range(shape.MODEL['vocab_size'])}
+  bare = Tokenizer(models.WordLevel(words, unk_token=PAD))
   bare.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
   end = str(END) if shape.ENDS else '</s>'
   return PreTrainedTokenizerFast(
-    tokenizer_object=bare, pad_token='0', unk_token='0', eos_token=end
+    tokenizer_object=bare, pad_token=PAD, unk_token=PAD, eos_token=end
   )
 
 
@@ -139,13 +141,14 @@ def main() -> None:
     return sum(lengths) if shape.ENDS else scored.numel()
 
   turns = Turns(decode)
-  if shape.ENDS:
 
-    def generate_to_lengths(*args: Any, **kwargs: Any) -> Any:
-      return generate(*args, **kwargs, **ends(shape.lengths(turns.step)))
+  def generate_as_all_do(*args: Any, **kwargs: Any) -> Any:
+    prompts = kwargs['attention_mask'].sum(1).unique().tolist()
+    assert prompts == [shape.PROMPT], f'prompts of {prompts} tokens'
+    return generate(*args, **kwargs, **ends(shape.lengths(turns.step)))
 
-    trainer_model: Any = model
-    trainer_model.generate = generate_to_lengths
+  trainer_model: Any = model
+  trainer_model.generate = generate_as_all_do
   trainer._generate = turns.generating(trainer._generate)
   trainer.add_callback(Gate(turns))
   trainer.train()
