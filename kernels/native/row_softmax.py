@@ -21,12 +21,12 @@ from kernels.softmax_stats import (
 
 __all__ = ('gradients', 'keep_softmax', 'kept_gradients', 'obstacle', 'softmax_stats')
 TARGET = 'jaxrl_keep_softmax'
-KEPT_BYTES = 2**28  # what a softmax may take of the memory, rather small on a CPU
+KEPT_BYTES = 2**28  # that it may take, less than `rough_memory` counts for logits
 TILE_LOGITS = 2**22  # that are held at a time where nothing is kept
 
 
 def obstacle(hidden: jax.Array) -> str:
-  """Returns why the softmax of products of states cannot be kept; '' if it can.
+  """Returns why the softmax of the logits cannot be kept; '' if it can.
 
   Args:
     hidden: Hidden states `[…, D]`.

@@ -72,9 +72,8 @@ class Toy:
       weights_dtype=weights_dtype,
     )
     self.weights = InProcessWeightStore(self.engine, device_thread=self.device_thread)
-    parts = 4 if not shape.ENDS else 2
     # Micro-batches, as tuned: a shallow model has two abreast, a deep one all in one.
-    parts = min(size.prompts, parts) if model.is_shallow else 1
+    parts = (2 if shape.ENDS else min(size.prompts, 4)) if model.is_shallow else 1
     self.learner = Learner(
       model,
       model.init(jax.random.key(0)),
