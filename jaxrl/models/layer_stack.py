@@ -348,24 +348,49 @@ def without_stack(params: Params) -> Params:
   return {k: x for k, x in params.items() if k != 'layers' or isinstance(x, tuple)}
 
 
-def unstack_by_layer(config: ModelConfig, params: Params) -> Params:
-  """Does what `unstack` does, by a compiled program for each kind of layer.
+def unstack_by_layer(
+  config: ModelConfig,
+  params: Params,
+  change: Callable[..., Params] | None = None,
+  *options: Any,
+) -> Params:
+  """Does what `unstack` does, and changes each layer as it is cut from the stack.
 
-  One program for hundreds of slices takes XLA long to compile.
+  A layer is cut and changed by one program, which all layers of its kind share: a
+  program for hundreds of slices takes XLA long to compile. One layer follows the other,
+  so that no second copy of the weights is ever in memory.
 
   Args:
     config: The model's shape.
     params: The parameters, outside of any program.
+    change: A function of a module, which maps a layer's parameters and `options` to
+      others; None changes nothing.
+    *options: Hashable arguments.
   """
   if isinstance(params['layers'], tuple):
-    return params
-  cut = [_layer_of(_stack(params, name), np.int32(i)) for name, i in places(config)]
-  return params | {'layers': tuple(cut)}
+    if change is None:
+      return params
+    changed = [_changed_layer(x, None, change, options) for x in params['layers']]
+  else:
+    changed = [
+      jax.block_until_ready(
+        _changed_layer(_stack(params, name), np.int32(i), change, options)
+      )
+      for name, i in places(config)
+    ]
+  return params | {'layers': tuple(changed)}
 
 
-@jax.jit
-def _layer_of(stack: Params, i: jax.Array) -> Params:
-  return jax.tree.map(lambda x: x[i], stack)
+@functools.partial(jax.jit, static_argnums=(2, 3))
+def _changed_layer(
+  weights: Params,
+  i: jax.Array | None,
+  change: Callable[..., Params] | None,
+  options: tuple[Any, ...],
+) -> Params:
+  """Changes a layer, which is the i-th of a stack unless i is None."""
+  layer = weights if i is None else jax.tree.map(lambda x: x[i], weights)
+  return layer if change is None else change(layer, *options)
 
 
 @functools.lru_cache

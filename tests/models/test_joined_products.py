@@ -44,7 +44,15 @@ def test_prefill_and_decode_are_the_same(changes, joined):
 
 
 def _arrange(model, params, dtype):
-  return output_major.arrange(layer_stack.unstack(model.config, params), dtype)
+  params = output_major.cast_tables(params, dtype)
+  arrange_layer = output_major.arrange_layer
+  return layer_stack.unstack_by_layer(model.config, params, arrange_layer, dtype)
+
+
+def _pack(model, params, dtype):
+  params = joined_products.pack_ends(params, dtype)
+  pack_layer = joined_products.pack_layer
+  return layer_stack.unstack_by_layer(model.config, params, pack_layer, dtype)
 
 
 def _prefill_and_decode(model, weights):
@@ -93,7 +101,7 @@ def _packs(changes, dtype, error):
   """Packs a model's matrices, and compares what they compute; returns them."""
   model, params = small.model_and_params(**changes)
   plain = layer_stack.unstack(model.config, params)
-  packed = joined_products.pack(plain, dtype)
+  packed = _pack(model, params, dtype)
   assert packed.keys() == plain.keys()
   assert _num_numbers(packed) == _num_numbers(plain)
   expected = _prefill_and_decode(model, plain)
@@ -148,7 +156,7 @@ def test_packed_matrices_leave_adapters_apart(dtype, error):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_decode_reads_panels_as_they_lie(dtype):
   model, params = small.model_and_params(hidden_size=32)
-  packed = joined_products.pack(layer_stack.unstack(model.config, params), dtype)
+  packed = _pack(model, params, dtype)
   if dtype == 'bfloat16':
     model = dataclasses.replace(model, weights_dtype=dtype)
   ids = np.zeros(8, np.int32)
@@ -171,9 +179,17 @@ def test_decode_reads_panels_as_they_lie(dtype):
 def test_layers_are_cut_by_a_program_each():
   model, params = small.model_and_params()
   cut = layer_stack.unstack_by_layer(model.config, params)
-  jax.tree.map(
-    np.testing.assert_array_equal, cut, layer_stack.unstack(model.config, params)
-  )
+  expected = layer_stack.unstack(model.config, params)
+  jax.tree.map(np.testing.assert_array_equal, cut, expected)
+  # Layers that are cut already are changed as those of a stack.
+  for given in (params, expected):
+    changed = layer_stack.unstack_by_layer(model.config, given, _scaled, 2.0)
+    for layer, plain in zip(changed['layers'], expected['layers'], strict=True):
+      jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 2 * y), layer, plain)
+
+
+def _scaled(weights, factor):
+  return jax.tree.map(lambda x: factor * x, weights)
 
 
 def test_one_row_is_multiplied_as_several():

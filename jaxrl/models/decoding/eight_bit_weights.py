@@ -63,10 +63,15 @@ def encode(params: Params, form: BlockFormat) -> Params:
     The parameters with codes and scales.
   """
   if isinstance(params['layers'], tuple):
-    layers: Any = tuple(_encode(layer, form, 0) for layer in params['layers'])
+    layers: Any = tuple(encode_layer(layer, form) for layer in params['layers'])
   else:
     layers = _encode(params['layers'], form, 1)
   return params | {'layers': layers}
+
+
+def encode_layer(weights: Params, form: BlockFormat) -> Params:
+  """Does what `encode` does, for one layer."""
+  return _encode(weights, form, 0)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))

@@ -59,17 +59,15 @@ def _join_layer(weights: Params) -> Params:
   return weights
 
 
-def pack(params: Params, dtype: str) -> Params:
-  """Joins matrices, and lays them, the others and the LM head out in panels.
+def pack_ends(params: Params, dtype: str) -> Params:
+  """Lays the LM head out in panels, and casts an embedding table beside it.
 
   Args:
-    params: As for `join`.
-    dtype: The type of the matrices, and of the embedding table: 'float32' or
-      'bfloat16'.
+    params: Parameters of a model; layers are as before.
+    dtype: The type of both: 'float32' or 'bfloat16'.
 
   Returns:
-    Parameters that `layer_stack` understands. Experts, adapters and norms are as
-    before.
+    Parameters that `layer_stack` understands.
 
   Raises:
     OSError: If `row_product.obstacle` says that there are no panels here.
@@ -84,8 +82,7 @@ def pack(params: Params, dtype: str) -> Params:
     ends[name] = (
       {PANELS: _pack_table(table, dtype)} if is_head else {'table': table.astype(dtype)}
     )
-  layers = tuple(_pack_layer(layer, dtype) for layer in params['layers'])
-  return params | ends | {'layers': layers}
+  return params | ends
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -93,8 +90,17 @@ def _pack_table(table: jax.Array, dtype: str) -> PanelMatrix:
   return row_product.pack(table.astype(dtype).T)
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _pack_layer(weights: Params, dtype: str) -> Params:
+def pack_layer(weights: Params, dtype: str) -> Params:
+  """Joins the matrices of a layer, and lays them and the others out in panels.
+
+  Args:
+    weights: One layer's parameters.
+    dtype: The type of the matrices, as of `pack_ends`, which also raises the same.
+
+  Returns:
+    Parameters that `layer_stack.block` understands. Experts, adapters and norms are as
+    before.
+  """
   pack = lambda kernel: row_product.pack(kernel.astype(dtype))  # noqa: E731
   return replace_kernels(_join_layer(weights), MATRICES, PANELS, pack)
 
@@ -132,7 +138,7 @@ def replace_kernels(
 def unpack(
   config: ModelConfig, weights: Params
 ) -> tuple[Params, dict[tuple[str, str], Any]]:
-  """Undoes the panels of `pack` for one layer.
+  """Undoes the panels of `pack_layer`.
 
   Args:
     config: The layer's shape.

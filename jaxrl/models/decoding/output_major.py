@@ -26,28 +26,34 @@ ROWS = 'rows'  # the name of an output-major kernel
 MIN_ROWS = 2  # XLA multiplies a single row in another way, and bfloat16 slowly
 
 
-def arrange(params: Params, dtype: str) -> Params:
-  """Makes the matrices of attention and MLPs output-major in a type.
+def cast_tables(params: Params, dtype: str) -> Params:
+  """Casts the embedding table and the LM head of a model, and leaves the layers.
 
   Args:
-    params: Parameters whose 'layers' is a tuple of single layers.
-    dtype: The type of the matrices, and of the embedding table and LM head.
-
-  Returns:
-    Parameters that `layer_stack.block` understands. Experts, adapters and norms are as
-    before.
+    params: The model's parameters.
+    dtype: The type of the tables; '' leaves them, too.
   """
+  if not dtype:
+    return params
   tables = {
     name: params[name] | {'table': params[name]['table'].astype(dtype)}
     for name in ('embedding', 'lm_head')
     if name in params
   }
-  layers = tuple(_arrange_layer(layer, dtype) for layer in params['layers'])
-  return params | tables | {'layers': layers}
+  return params | tables
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _arrange_layer(weights: Params, dtype: str) -> Params:
+def arrange_layer(weights: Params, dtype: str) -> Params:
+  """Makes the matrices of attention and MLP output-major in a type.
+
+  Args:
+    weights: One layer's parameters.
+    dtype: The type of the matrices.
+
+  Returns:
+    Parameters that `layer_stack.block` understands. Experts, adapters and norms are as
+    before.
+  """
   turn = lambda kernel: kernel.astype(dtype).T  # noqa: E731
   return replace_kernels(weights, MATRICES, ROWS, turn)
 
@@ -55,7 +61,7 @@ def _arrange_layer(weights: Params, dtype: str) -> Params:
 def part(
   config: ModelConfig, weights: Params
 ) -> tuple[Params, dict[tuple[str, str], Any]]:
-  """Undoes `arrange` for one layer.
+  """Undoes `arrange_layer`.
 
   Args:
     config: The layer's shape.

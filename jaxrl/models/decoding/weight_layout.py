@@ -1,5 +1,6 @@
 """The weight layout is the order in which a decode step reads the weights fastest."""
 
+import functools
 from typing import TYPE_CHECKING
 
 from jaxrl.models import layer_stack
@@ -32,28 +33,45 @@ def arrange(
   """
   platform = platform_of(model.platform)
   if platform == 'cpu':
-    params = layer_stack.unstack_by_layer(model.config, params)
-  else:
-    params = layer_stack.unstack(model.config, params)
+    return _arrange_on_cpu(model, weights_format, num_devices, params)
+  params = layer_stack.unstack(model.config, params)
   if weights_format is not None:
     from jaxrl.models.decoding import eight_bit_weights  # few engines have them
 
     params = eight_bit_weights.encode(params, weights_format)
-  elif platform == 'cpu' and num_devices == 1 and model.exact is None:
-    from kernels.native import row_product  # not for other platforms
+  if platform != 'gpu':
+    return params
+  from jaxrl.models.decoding import joined_products
+
+  return joined_products.join(params)
+
+
+def _arrange_on_cpu(
+  model: TransformerLM,
+  weights_format: 'BlockFormat | None',
+  num_devices: int,
+  params: Params,
+) -> Params:
+  # Modules are imported as they are needed: few engines have more than one layout.
+  arrange_layers = functools.partial(layer_stack.unstack_by_layer, model.config)
+  if weights_format is not None:
+    from jaxrl.models.decoding import eight_bit_weights, output_major
+
+    params = output_major.cast_tables(params, model.weights_dtype)
+    return arrange_layers(params, eight_bit_weights.encode_layer, weights_format)
+  if num_devices == 1 and model.exact is None:
+    from kernels.native import row_product
 
     dtype = model.weights_dtype or model.dtype
     known = dtype in row_product.DTYPES
     if known and not row_product.obstacle('cpu', kernels=model.kernels):
       from jaxrl.models.decoding import joined_products
 
-      return joined_products.pack(params, dtype)
-  if model.weights_dtype:
-    from jaxrl.models.decoding import output_major  # for CPUs without a C compiler
+      params = joined_products.pack_ends(params, dtype)
+      return arrange_layers(params, joined_products.pack_layer, dtype)
+  if model.weights_dtype:  # there is no C compiler
+    from jaxrl.models.decoding import output_major
 
-    return output_major.arrange(params, model.weights_dtype)
-  if platform != 'gpu':
-    return params
-  from jaxrl.models.decoding import joined_products
-
-  return joined_products.join(params)
+    params = output_major.cast_tables(params, model.weights_dtype)
+    return arrange_layers(params, output_major.arrange_layer, model.weights_dtype)
+  return arrange_layers(params)
