@@ -16,6 +16,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import Keywords
 from jaxrl.training.batch_fields import DENSE_IDS, BatchFields
 from jaxrl.training.batching.packing_plan import PackingPlan, most_sequences_per_row
+from jaxrl.training.grad_accumulation import add_grads
 from jaxrl.training.parallelism import sharding
 from jaxrl.training.train_state import StepSpec
 from jaxrl.types import Array, Batch, PackedRows, Params, PolicyOutputs, PyTree
@@ -276,8 +277,7 @@ def accumulate_micro_batches(
   start = zero_grads(spec, plan, grad_fn, params, fields, weights)
 
   def add(i: Array, total: PyTree) -> PyTree:
-    grads = micro_batch_grads(spec, plan, grad_fn, fields, weights, i)
-    return jax.tree.map(jnp.add, total, grads)
+    return add_micro_batch(spec, plan, grad_fn, fields, weights, i, total)
 
   return jax.lax.fori_loop(0, plan.num_micro_batches, add, start)
 
@@ -299,8 +299,7 @@ def _accumulate_chunks(
     return run(jax.tree.map(lambda x: x[0], split))
 
   def add(total: Params, micro_batch: Any) -> tuple[Params, Any]:
-    grads, sums = run(micro_batch)
-    return jax.tree.map(jnp.add, total, grads), sums
+    return add_grads(run, total, micro_batch)
 
   start = jax.tree.map(jnp.zeros_like, params)
   grads, sums = jax.lax.scan(add, start, split)
@@ -326,6 +325,27 @@ def micro_batch_grads(
     'num_micro_batches': plan.num_micro_batches.astype(jnp.float32),
   }
   return grad_fn(selected, selected_weights)
+
+
+def add_micro_batch(
+  spec: StepSpec,
+  plan: PackingPlan,
+  grad_fn: MicroBatchGradFn,
+  fields: BatchFields,
+  weights: PyTree,
+  i: Array | int,
+  total: tuple[Params, PyTree],
+) -> tuple[Params, PyTree]:
+  """Adds gradients and metrics of micro-batch `i` of a plan to `total`.
+
+  The other arguments are those of `accumulate_micro_batches`.
+  """
+
+  def run(i: Array | int) -> tuple[Params, PyTree]:
+    return micro_batch_grads(spec, plan, grad_fn, fields, weights, i)
+
+  grads, sums = add_grads(run, total[0], i)
+  return grads, jax.tree.map(jnp.add, total[1], sums)
 
 
 def zero_grads(

@@ -201,10 +201,9 @@ def _add_micro_batch(
 ) -> PyTree:
   """Adds the gradients and metrics of micro-batch `i` to `total`."""
   grad_fn = micro_batch_grad_fn(spec, params, minibatch.shared, hparams)
-  grads = forward_pass.micro_batch_grads(
-    spec, plan, grad_fn, minibatch.fields, minibatch.weights, i
+  return forward_pass.add_micro_batch(
+    spec, plan, grad_fn, minibatch.fields, minibatch.weights, i, total
   )
-  return jax.tree.map(jnp.add, total, grads)
 
 
 def _finish(
