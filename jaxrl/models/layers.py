@@ -370,7 +370,9 @@ class MLP(nnx.Module):
     """
     activation = ACTIVATIONS[self.activation]
     gate, up = (self.gate(x), self.up(x)) if self.joined is None else self.joined(x)
-    inner = checkpoint_name(activation(gate) * up, 'mlp')
+    # The backward pass keeps gate and up alone, and computes the activation again.
+    product = jax.checkpoint(lambda gate, up: activation(gate) * up)
+    inner = checkpoint_name(product(gate, up), 'mlp')
     if x.ndim == 3:
       inner = constrain(inner, 'batch', 'length', 'mlp')
     return self.down(inner)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxrl.models.model_config import ModelConfig
+from kernels.dispatch import platform_of
 
 # What each scaling must be told, and what it may be told.
 REQUIRED = {
@@ -233,7 +234,11 @@ def rotation_key(config: ModelConfig) -> str:
 
 
 def rotations(
-  config: ModelConfig, positions: jax.Array, by_axis: bool = False
+  config: ModelConfig,
+  positions: jax.Array,
+  by_axis: bool = False,
+  *,
+  platform: str | None = None,
 ) -> dict[str, Rotation]:
   """Computes the rotations of all layers.
 
@@ -241,15 +246,29 @@ def rotations(
     config: The model's shape.
     positions: As in `rotation`.
     by_axis: As in `rotation`.
+    platform: The platform to compile for; None for this process's own.
 
   Returns:
     By `rotation_key`, those of `rotation`.
   """
   kinds = {rotation_key(layer): layer for layer in config.layer_configs}
-  return {
+  found = {
     key: rotation(layer, positions, by_axis) if key else ()
     for key, layer in kinds.items()
   }
+  return (
+    jax.tree.map(_computed_once, found) if platform_of(platform) == 'cpu' else found
+  )
+
+
+def _computed_once(x: jax.Array) -> jax.Array:
+  """Returns `[…, n]` float32, by a product with the identity.
+
+  XLA's CPU backend heeds no optimization barrier, and fuses cosines into each layer
+  that it unrolls, where they are computed again for every head, forward and backward.
+  It fuses nothing into a product.
+  """
+  return jnp.matmul(x, jnp.eye(x.shape[-1], dtype=x.dtype), precision='highest')
 
 
 def rotate(

@@ -193,7 +193,8 @@ class TransformerLM:
     x = self.constrain(x if images is None else images.merge(params, x), *_STREAM)
     if positions is None:
       positions = layer_stack.segment_positions(segment_ids)
-    rotations, shared = rope.rotations(self.config, positions), caches.SharedKV()
+    rotations = rope.rotations(self.config, positions, platform=self.platform)
+    shared = caches.SharedKV()
     if images is not None:
       rotations = images.rotations(self.config)
     kernel_options, mix = self.kernel_options(row_segments), None
@@ -459,7 +460,9 @@ class TransformerLM:
       Each `[…, S, n]`, see `rope.rotations`; None in exact mode, which computes them
       where it needs them.
     """
-    return rope.rotations(self.config, positions) if self.exact is None else None
+    if self.exact is not None:
+      return None
+    return rope.rotations(self.config, positions, platform=self.platform)
 
   def kernel_options(self, row_segments: int | None = None) -> Keywords:
     """Returns the options by which attention chooses its kernel and runs on a mesh.
@@ -498,7 +501,8 @@ class TransformerLM:
     def start(tokens, positions):
       x = ends.embed(tokens, self.dtype)
       extras = ends.per_layer_inputs(tokens, x)
-      return x, rope.rotations(self.config, positions), extras
+      rotations = rope.rotations(self.config, positions, platform=self.platform)
+      return x, rotations, extras
 
     return self._tokenwise(start, tokens, positions)
 

@@ -328,3 +328,16 @@ def test_responses_may_share_their_prompt(qwen3):
     values = getattr(shared, name)[0]
     expected = [0, one[1], 0, one[3], one[4], 0, two[3]]
     np.testing.assert_allclose(values, expected, atol=1e-5)
+
+
+def test_a_cpu_computes_cosines_once_for_all_layers_and_heads():
+  model, params = small.model_and_params()
+  assert model.is_shallow  # so that its layers are unrolled
+  rows = small.tokens(2, 12)
+
+  def loss(params):
+    return model.hidden(params, rows, np.ones_like(rows)).sum()
+
+  compiled = jax.jit(jax.grad(loss)).lower(params).compile().as_text()
+  for function in ('cosine', 'sine'):
+    assert compiled.count(f' {function}(') == 1
