@@ -7,7 +7,7 @@ such as in their windows, lie in one stack.
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -353,6 +353,7 @@ def unstack_by_layer(
   params: Params,
   change: Callable[..., Params] | None = None,
   *options: Any,
+  spent: Sequence[PyTree] = (),
 ) -> Params:
   """Does what `unstack` does, and changes each layer as it is cut from the stack.
 
@@ -366,29 +367,33 @@ def unstack_by_layer(
     change: A function of a module, which maps a layer's parameters and `options` to
       others; None changes nothing.
     *options: Hashable arguments.
+    spent: For each layer arrays that nobody needs any more. Results of the same shapes
+      take their places in memory.
   """
   if isinstance(params['layers'], tuple):
     if change is None:
       return params
-    changed = [_changed_layer(x, None, change, options) for x in params['layers']]
+    sources: list[tuple[Params, Any]] = [(x, None) for x in params['layers']]
   else:
-    changed = [
-      jax.block_until_ready(
-        _changed_layer(_stack(params, name), np.int32(i), change, options)
-      )
-      for name, i in places(config)
-    ]
+    sources = [(_stack(params, name), np.int32(i)) for name, i in places(config)]
+  spent = spent or [()] * len(sources)
+  changed = [
+    jax.block_until_ready(_changed_layer(weights, i, old, change, options))
+    for (weights, i), old in zip(sources, spent, strict=True)
+  ]
   return params | {'layers': tuple(changed)}
 
 
-@functools.partial(jax.jit, static_argnums=(2, 3))
+@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=2, keep_unused=True)
 def _changed_layer(
   weights: Params,
   i: jax.Array | None,
+  spent: PyTree,
   change: Callable[..., Params] | None,
   options: tuple[Any, ...],
 ) -> Params:
   """Changes a layer, which is the i-th of a stack unless i is None."""
+  del spent  # the results lie there
   layer = weights if i is None else jax.tree.map(lambda x: x[i], weights)
   return layer if change is None else change(layer, *options)
 

@@ -44,8 +44,11 @@ def _dots() -> Policy:
 
 
 def _products() -> Policy:
-  """Keeps products with weights and attention; what lies between is computed again."""
-  names = _POLICIES.save_only_these_names('qkv', 'attention', 'residual')
+  """Keeps products with weights and attention; what lies between is computed again.
+
+  That includes the norms and rotations of queries and keys.
+  """
+  names = _POLICIES.save_only_these_names('attention', 'residual')
   return _POLICIES.save_from_both_policies(_dots(), names)
 
 

@@ -49,12 +49,6 @@ def _arrange(model, params, dtype):
   return layer_stack.unstack_by_layer(model.config, params, arrange_layer, dtype)
 
 
-def _pack(model, params, dtype):
-  params = joined_products.pack_ends(params, dtype)
-  pack_layer = joined_products.pack_layer
-  return layer_stack.unstack_by_layer(model.config, params, pack_layer, dtype)
-
-
 def _prefill_and_decode(model, weights):
   tokens, lengths = small.tokens(2, 12), np.array([12, 5], np.int32)
   logits, kept = jax.jit(model.prefill)(weights, tokens, lengths)
@@ -101,7 +95,7 @@ def _packs(changes, dtype, error):
   """Packs a model's matrices, and compares what they compute; returns them."""
   model, params = small.model_and_params(**changes)
   plain = layer_stack.unstack(model.config, params)
-  packed = _pack(model, params, dtype)
+  packed = joined_products.pack(model.config, params, dtype)
   assert packed.keys() == plain.keys()
   assert _num_numbers(packed) == _num_numbers(plain)
   expected = _prefill_and_decode(model, plain)
@@ -156,7 +150,7 @@ def test_packed_matrices_leave_adapters_apart(dtype, error):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_decode_reads_panels_as_they_lie(dtype):
   model, params = small.model_and_params(hidden_size=32)
-  packed = _pack(model, params, dtype)
+  packed = joined_products.pack(model.config, params, dtype)
   if dtype == 'bfloat16':
     model = dataclasses.replace(model, weights_dtype=dtype)
   ids = np.zeros(8, np.int32)
@@ -224,3 +218,17 @@ def test_an_exact_engine_refuses_another_type():
       JaxEngine(model, device_thread=thread, exact=True, weights_dtype='bfloat16')
   finally:
     thread.close()
+
+
+@NEEDS_COMPILER
+@pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
+def test_new_panels_take_the_places_of_the_old_ones(dtype):
+  model, params = small.model_and_params(tie_embeddings=False)
+  newer = jax.tree.map(lambda x: 2 * x, params)
+  first = joined_products.pack(model.config, params, dtype)
+  places = [x.unsafe_buffer_pointer() for x in joined_products._panels(first)]
+  second = joined_products.pack(model.config, newer, dtype, first)
+  assert [x.unsafe_buffer_pointer() for x in joined_products._panels(second)] == places
+  assert len(places) == 3 * 4 + 1 and len(set(places)) == len(places)
+  expected = joined_products.pack(model.config, newer, dtype)
+  jax.tree.map(np.testing.assert_array_equal, second, expected)

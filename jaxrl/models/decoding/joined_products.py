@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxrl.models import layer_stack
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params, PyTree
 from kernels.native import row_product
@@ -59,48 +60,59 @@ def _join_layer(weights: Params) -> Params:
   return weights
 
 
-def pack_ends(params: Params, dtype: str) -> Params:
-  """Lays the LM head out in panels, and casts an embedding table beside it.
+def pack(
+  config: ModelConfig, params: Params, dtype: str, old: Params | None = None
+) -> Params:
+  """Lays a model's matrices out in panels.
 
   Args:
-    params: Parameters of a model; layers are as before.
-    dtype: The type of both: 'float32' or 'bfloat16'.
+    config: The model's shape.
+    params: The parameters, outside of any program.
+    dtype: The type of the matrices, and of the embedding table: 'float32' or
+      'bfloat16'.
+    old: What this returned for earlier parameters, if nobody needs it any more. The new
+      panels take the places of its panels in memory, which no array is then made for.
 
   Returns:
-    Parameters that `layer_stack` understands.
+    Parameters that `layer_stack` understands, with a tuple of layers. Experts, adapters
+    and norms are as before.
 
   Raises:
     OSError: If `row_product.obstacle` says that there are no panels here.
   """
+  spent = [] if old is None else [_panels(layer) for layer in old['layers']]
+  params = _pack_ends(params, dtype, old or {})
+  return layer_stack.unstack_by_layer(config, params, _pack_layer, dtype, spent=spent)
+
+
+def _panels(weights: PyTree) -> list[jax.Array]:
+  """Returns the arrays of all matrices in panels."""
+  is_packed = lambda x: isinstance(x, PanelMatrix)  # noqa: E731
+  matrices = filter(is_packed, jax.tree.leaves(weights, is_leaf=is_packed))
+  return [matrix.panels for matrix in matrices]
+
+
+def _pack_ends(params: Params, dtype: str, old: Params) -> Params:
   ends = {name: params[name] for name in ('embedding', 'lm_head') if name in params}
   head = 'lm_head' if 'lm_head' in params else 'embedding'
   for name, one in ends.items():
     if one.keys() != {'table'}:
       continue
     table = one['table']
-    is_head = name == head
-    ends[name] = (
-      {PANELS: _pack_table(table, dtype)} if is_head else {'table': table.astype(dtype)}
-    )
+    if name == head:
+      ends[name] = {PANELS: _pack_table(table, _panels(old.get(name)), dtype)}
+    else:
+      ends[name] = {'table': table.astype(dtype)}
   return params | ends
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def _pack_table(table: jax.Array, dtype: str) -> PanelMatrix:
+@functools.partial(jax.jit, static_argnums=2, donate_argnums=1, keep_unused=True)
+def _pack_table(table: jax.Array, spent: list[jax.Array], dtype: str) -> PanelMatrix:
+  del spent  # the result lies there
   return row_product.pack(table.astype(dtype).T)
 
 
-def pack_layer(weights: Params, dtype: str) -> Params:
-  """Joins the matrices of a layer, and lays them and the others out in panels.
-
-  Args:
-    weights: One layer's parameters.
-    dtype: The type of the matrices, as of `pack_ends`, which also raises the same.
-
-  Returns:
-    Parameters that `layer_stack.block` understands. Experts, adapters and norms are as
-    before.
-  """
+def _pack_layer(weights: Params, dtype: str) -> Params:
   pack = lambda kernel: row_product.pack(kernel.astype(dtype))  # noqa: E731
   return replace_kernels(_join_layer(weights), MATRICES, PANELS, pack)
 
@@ -138,7 +150,7 @@ def replace_kernels(
 def unpack(
   config: ModelConfig, weights: Params
 ) -> tuple[Params, dict[tuple[str, str], Any]]:
-  """Undoes the panels of `pack_layer`.
+  """Undoes the panels of `pack` for one layer.
 
   Args:
     config: The layer's shape.

@@ -17,6 +17,7 @@ def arrange(
   weights_format: 'BlockFormat | None',
   num_devices: int,
   params: Params,
+  old: Params | None = None,
 ) -> Params:
   """Lays parameters out for decoding.
 
@@ -25,6 +26,8 @@ def arrange(
     weights_format: How matrices are kept in 8 bits; None keeps their type.
     num_devices: The devices that hold the weights.
     params: The parameters.
+    old: What this returned for earlier parameters, if nobody needs it any more; on a
+      CPU the new ones may take its place in memory.
 
   Returns:
     Parameters whose 'layers' is a tuple of single layers. On one CPU device, matrices
@@ -33,7 +36,7 @@ def arrange(
   """
   platform = platform_of(model.platform)
   if platform == 'cpu':
-    return _arrange_on_cpu(model, weights_format, num_devices, params)
+    return _arrange_on_cpu(model, weights_format, num_devices, params, old)
   params = layer_stack.unstack(model.config, params)
   if weights_format is not None:
     from jaxrl.models.decoding import eight_bit_weights  # few engines have them
@@ -51,6 +54,7 @@ def _arrange_on_cpu(
   weights_format: 'BlockFormat | None',
   num_devices: int,
   params: Params,
+  old: Params | None,
 ) -> Params:
   # Modules are imported as they are needed: few engines have more than one layout.
   arrange_layers = functools.partial(layer_stack.unstack_by_layer, model.config)
@@ -67,8 +71,7 @@ def _arrange_on_cpu(
     if known and not row_product.obstacle('cpu', kernels=model.kernels):
       from jaxrl.models.decoding import joined_products
 
-      params = joined_products.pack_ends(params, dtype)
-      return arrange_layers(params, joined_products.pack_layer, dtype)
+      return joined_products.pack(model.config, params, dtype, old)
   if model.weights_dtype:  # there is no C compiler
     from jaxrl.models.decoding import output_major
 

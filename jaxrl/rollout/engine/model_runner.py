@@ -215,6 +215,7 @@ class ModelRunner:
     self._is_on_cpu = platform_of(model.platform) == 'cpu'
     arrange = partial(_arrange, model, weights_format, sharding.num_devices)
     self._arrange = arrange if self._is_on_cpu else jax.jit(arrange)
+    self._has_arranged = False
     self._num_warm_programs: int | None = None  # None before the warm-up
     self._image_features: Any = None
     if model.config.vision is not None:
@@ -251,12 +252,15 @@ class ModelRunner:
     options: Any = {'sees_images': self._image_features is not None, 'drafts': drafts}
     return SlotState.idle(self.num_slots, self.max_stop_ids, **options)
 
-  def prepare_params(self, params: Params, copy: bool = False) -> Params:
+  def prepare_params(
+    self, params: Params, copy: bool = False, old: Params | None = None
+  ) -> Params:
     """Moves weights to the engine's device, in the layout that decode reads fastest.
 
     Args:
       params: The model's parameters. Adapters beside them are merged.
       copy: Whether the result must share no array with `params`.
+      old: What this returned for earlier weights, if nobody needs it any more.
 
     Returns:
       Parameters for `prefill` and `decode`.
@@ -265,7 +269,12 @@ class ModelRunner:
       params = params | cast_copy(layer_stack.without_stack(params))
     params = jax.device_put(params, self._sharding)
     params = self._merge(params) if is_transfer(params) else params
-    return jax.block_until_ready(self._arrange(params))
+    if not self._is_on_cpu:
+      return jax.block_until_ready(self._arrange(params))
+    if old is None and not self._has_arranged:  # compiles what later versions run
+      old = self._arrange(params)
+    self._has_arranged = True
+    return jax.block_until_ready(self._arrange(params, old=old))
 
   def warmup(self, params: Params) -> None:
     """Compiles every program, on a state that is then dropped.
@@ -484,11 +493,11 @@ def _update_slots(slots: SlotState, is_updated: Array, new_state: SlotState):
   return jax.tree.map(choose, slots, new_state)
 
 
-def _arrange(*arguments: Any) -> Params:
+def _arrange(*arguments: Any, **options: Any) -> Params:
   # Imported here because no weights are laid out before the first are there.
   from jaxrl.models.decoding import weight_layout
 
-  return weight_layout.arrange(*arguments)
+  return weight_layout.arrange(*arguments, **options)
 
 
 def _decode_programs(

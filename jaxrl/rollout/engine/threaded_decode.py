@@ -281,9 +281,11 @@ class ThreadedDecoder:
     idle = self.partition_runner.idle_slots()
     return jax.tree.map(lambda x: np.concatenate([x] * self.num_partitions), idle)
 
-  def prepare_params(self, params: Params, copy: bool = False) -> Params:
+  def prepare_params(
+    self, params: Params, copy: bool = False, old: Params | None = None
+  ) -> Params:
     """Prepares weights as `ModelRunner.prepare_params` does."""
-    return self.partition_runner.prepare_params(params, copy)
+    return self.partition_runner.prepare_params(params, copy, old)
 
   def warmup(self, params: Params) -> None:
     """Compiles every program; see `ModelRunner.warmup`."""
