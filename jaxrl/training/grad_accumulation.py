@@ -25,7 +25,7 @@ def add_grads(
 
   Args:
     function: Returns gradients and something else.
-    total: What they are added to; its arrays have the gradients' shapes and types.
+    total: What they are added to, in its own types.
     *arguments: The function's.
 
   Returns:
@@ -74,7 +74,8 @@ def _places(equation: core.JaxprEqn, totals: dict[Any, Any]) -> dict[int, Any]:
   outputs: list[tuple[int, Any]] = list(enumerate(equation.outvars))
   stacked = outputs[len(outputs) - num_stacked :]
   found = {k: totals[v] for k, v in stacked if v in totals}
-  return {k: x for k, x in found.items() if outputs[k][1].aval.dtype == x.dtype}
+  keeps_type = lambda k, x: jnp.result_type(x, outputs[k][1].aval) == x.dtype  # noqa: E731
+  return {k: x for k, x in found.items() if keeps_type(k, x)}
 
 
 def _count_stacked(variables: Sequence[Any], slices: Sequence[Any]) -> int:

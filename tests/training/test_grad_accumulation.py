@@ -78,14 +78,17 @@ def test_a_carry_is_added_after_the_scan():
   np.testing.assert_array_equal(total, [4, 4])
 
 
-def test_another_type_is_added_as_usual():
+@pytest.mark.parametrize('total_type', [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_the_sum_has_the_type_of_a_plain_addition(total_type):
   def function(x):
     return jax.lax.scan(lambda c, y: (c, 2 * y), 0.0, x)[1], None
 
   x = jnp.arange(3.0, dtype=jnp.bfloat16)
-  total, _ = add_grads(function, jnp.full(3, 0.125, jnp.float32), x)
-  assert total.dtype == jnp.float32
-  np.testing.assert_array_equal(total, [0.125, 2.125, 4.125])
+  total = jnp.full(3, 0.125, total_type)
+  added, _ = jax.jit(functools.partial(add_grads, function))(total, x)
+  expected = total + 2 * x  # float32 of bfloat16 and float16
+  assert added.dtype == expected.dtype
+  np.testing.assert_array_equal(added, expected)
 
 
 def test_no_second_array_as_large_as_the_layers_is_made():
