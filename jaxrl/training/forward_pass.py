@@ -144,7 +144,7 @@ def _attention_options(
 
   mesh = getattr(model.constrain, 'mesh', None)
   has_all_rows = mesh is None or sharding.num_row_shards(mesh) == 1
-  platform = platform_of(getattr(model, 'platform', None))
+  platform = _platform(model)
   if not has_all_rows or not unpacked_attention.is_cheaper(packed_rows, platform):
     if not (segments := getattr(model, 'row_segments', 0)):
       return {}
@@ -299,7 +299,7 @@ def _accumulate_chunks(
     return run(jax.tree.map(lambda x: x[0], split))
 
   def add(total: Params, micro_batch: Any) -> tuple[Params, Any]:
-    return add_grads(run, total, micro_batch)
+    return add_grads(_platform(spec.model), run, total, micro_batch)
 
   start = jax.tree.map(jnp.zeros_like, params)
   grads, sums = jax.lax.scan(add, start, split)
@@ -344,7 +344,7 @@ def add_micro_batch(
   def run(i: Array | int) -> tuple[Params, PyTree]:
     return micro_batch_grads(spec, plan, grad_fn, fields, weights, i)
 
-  grads, sums = add_grads(run, total[0], i)
+  grads, sums = add_grads(_platform(spec.model), run, total[0], i)
   return grads, jax.tree.map(jnp.add, total[1], sums)
 
 
@@ -362,6 +362,11 @@ def zero_grads(
   )[1]
   sums = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), sum_shapes)
   return jax.tree.map(jnp.zeros_like, params), sums
+
+
+def _platform(model: TransformerLM) -> str:
+  """Returns what a model is compiled for; a user's own may not say."""
+  return platform_of(getattr(model, 'platform', None))
 
 
 def select_rows(

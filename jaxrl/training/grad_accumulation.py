@@ -3,7 +3,7 @@
 `total + grads` needs both arrays at once, and reads and writes both of them once more.
 A scan over layers stacks the gradients of one layer after the other in its backward
 pass. Here it adds them to their place in the total instead, so that a second array as
-large as the model is never made, on any device. The sums have the same bits.
+large as the model is never made. The sums have the same bits.
 """
 
 import collections
@@ -19,11 +19,17 @@ from jaxrl.types import Params, PyTree
 
 
 def add_grads(
-  function: Callable[..., tuple[Params, PyTree]], total: Params, *arguments: PyTree
+  platform: str,
+  function: Callable[..., tuple[Params, PyTree]],
+  total: Params,
+  *arguments: PyTree,
 ) -> tuple[Params, PyTree]:
   """Adds the gradients that a function computes to a total.
 
   Args:
+    platform: The platform to compile for. On a GPU gradients are added as a whole: XLA
+      would copy each slice of the total before it adds to it, which is 5% more bytes in
+      a step of 1.7B, for 5% less memory.
     function: Returns gradients and something else.
     total: What they are added to, in its own types.
     *arguments: The function's.
@@ -31,6 +37,9 @@ def add_grads(
   Returns:
     `(total + gradients, the other result)`.
   """
+  if platform == 'gpu':
+    grads, rest = function(*arguments)
+    return jax.tree.map(jnp.add, total, grads), rest
   closed, shapes = jax.make_jaxpr(function, return_shape=True)(*arguments)
   jaxpr, treedef = closed.jaxpr, jax.tree.structure(shapes)
   total_leaves, total_treedef = jax.tree.flatten(total)

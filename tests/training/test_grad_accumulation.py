@@ -41,15 +41,16 @@ def _grad(params, **options):
   return jax.grad(functools.partial(_loss, **options), has_aux=True)
 
 
+@pytest.mark.parametrize('platform', ['cpu', 'tpu', 'gpu'])
 @pytest.mark.parametrize(
   'options', [{}, {'unroll': 2}, {'twice': True}, {'checkpoint': True}]
 )
-def test_sums_are_those_of_a_plain_addition(options):
+def test_sums_are_those_of_a_plain_addition(options, platform):
   params = _params()
   x = jnp.asarray(np.random.default_rng(1).standard_normal((4, WIDTH)), jnp.float32)
   total = jax.tree.map(lambda p: p + 3, params)
   grad = functools.partial(_grad(params, **options), params)
-  sums, rest = add_grads(grad, total, x)
+  sums, rest = add_grads(platform, grad, total, x)
   grads, expected = grad(x)
   jax.tree.map(np.testing.assert_array_equal, sums, jax.tree.map(jnp.add, total, grads))
   jax.tree.map(np.testing.assert_array_equal, rest, expected)
@@ -61,7 +62,7 @@ def test_gradients_that_are_constants_or_equal_are_added():
     return {'a': ys, 'b': ys, 'c': jnp.zeros(3), 'd': x}, ys.sum()
 
   x = jnp.arange(3.0)
-  sums, rest = jax.jit(functools.partial(add_grads, function))(
+  sums, rest = jax.jit(functools.partial(add_grads, 'cpu', function))(
     dict.fromkeys('abcd', jnp.ones(3)), x
   )
   expected = {'a': 1 + 2 * x, 'b': 1 + 2 * x, 'c': jnp.ones(3), 'd': 1 + x}
@@ -74,7 +75,7 @@ def test_a_carry_is_added_after_the_scan():
     carry, _ = jax.lax.scan(lambda c, y: (c + y, None), jnp.zeros(2), x)
     return carry, None
 
-  total, _ = add_grads(function, jnp.ones(2), jnp.ones((3, 2)))
+  total, _ = add_grads('cpu', function, jnp.ones(2), jnp.ones((3, 2)))
   np.testing.assert_array_equal(total, [4, 4])
 
 
@@ -85,7 +86,7 @@ def test_the_sum_has_the_type_of_a_plain_addition(total_type):
 
   x = jnp.arange(3.0, dtype=jnp.bfloat16)
   total = jnp.full(3, 0.125, total_type)
-  added, _ = jax.jit(functools.partial(add_grads, function))(total, x)
+  added, _ = jax.jit(functools.partial(add_grads, 'cpu', function))(total, x)
   expected = total + 2 * x  # float32 of bfloat16 and float16
   assert added.dtype == expected.dtype
   np.testing.assert_array_equal(added, expected)
@@ -107,6 +108,6 @@ def test_no_second_array_as_large_as_the_layers_is_made():
   def plain(grad, total, x):
     return jax.tree.map(jnp.add, total, grad(x)[0])
 
-  added = temporary_bytes(lambda grad, total, x: add_grads(grad, total, x)[0])
+  added = temporary_bytes(lambda grad, total, x: add_grads('cpu', grad, total, x)[0])
   assert added < kernels / 2
   assert temporary_bytes(plain) > kernels  # or this test cannot fail
