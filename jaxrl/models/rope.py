@@ -268,7 +268,7 @@ def _computed_once(x: jax.Array) -> jax.Array:
   that it unrolls, where they are computed again for every head, forward and backward.
   It fuses nothing into a product.
   """
-  return jnp.matmul(x, jnp.eye(x.shape[-1], dtype=x.dtype), precision='highest')
+  return jnp.matmul(x, np.eye(x.shape[-1], dtype=x.dtype), precision='highest')
 
 
 def rotate(

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.extend import core
 from jax.extend.core.primitives import scan_p
 
@@ -122,7 +123,7 @@ def _run_scan(
   (carry, totals), stacked = jax.lax.scan(
     step,
     (carry, places),
-    (jnp.arange(length, dtype=jnp.uint32), xs),
+    (np.arange(length, dtype=np.uint32), xs),
     length=length,
     reverse=parameters['reverse'],
     unroll=parameters['unroll'],
