@@ -7,7 +7,7 @@ such as in their windows, lie in one stack.
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -346,56 +346,6 @@ def unstack(config: ModelConfig, params: Params) -> Params:
 def without_stack(params: Params) -> Params:
   """Returns parameters without their stack of layers; a tuple of layers stays."""
   return {k: x for k, x in params.items() if k != 'layers' or isinstance(x, tuple)}
-
-
-def unstack_by_layer(
-  config: ModelConfig,
-  params: Params,
-  change: Callable[..., Params] | None = None,
-  *options: Any,
-  spent: Sequence[PyTree] = (),
-) -> Params:
-  """Does what `unstack` does, and changes each layer as it is cut from the stack.
-
-  A layer is cut and changed by one program, which all layers of its kind share: a
-  program for hundreds of slices takes XLA long to compile. One layer follows the other,
-  so that no second copy of the weights is ever in memory.
-
-  Args:
-    config: The model's shape.
-    params: The parameters, outside of any program.
-    change: A function of a module, which maps a layer's parameters and `options` to
-      others; None changes nothing.
-    *options: Hashable arguments.
-    spent: For each layer arrays that nobody needs any more. Results of the same shapes
-      take their places in memory.
-  """
-  if isinstance(params['layers'], tuple):
-    if change is None:
-      return params
-    sources: list[tuple[Params, Any]] = [(x, None) for x in params['layers']]
-  else:
-    sources = [(_stack(params, name), np.int32(i)) for name, i in places(config)]
-  spent = spent or [()] * len(sources)
-  changed = [
-    jax.block_until_ready(_changed_layer(weights, i, old, change, options))
-    for (weights, i), old in zip(sources, spent, strict=True)
-  ]
-  return params | {'layers': tuple(changed)}
-
-
-@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=2, keep_unused=True)
-def _changed_layer(
-  weights: Params,
-  i: jax.Array | None,
-  spent: PyTree,
-  change: Callable[..., Params] | None,
-  options: tuple[Any, ...],
-) -> Params:
-  """Changes a layer, which is the i-th of a stack unless i is None."""
-  del spent  # the results lie there
-  layer = weights if i is None else jax.tree.map(lambda x: x[i], weights)
-  return layer if change is None else change(layer, *options)
 
 
 @functools.lru_cache

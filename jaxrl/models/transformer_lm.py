@@ -193,8 +193,7 @@ class TransformerLM:
     x = self.constrain(x if images is None else images.merge(params, x), *_STREAM)
     if positions is None:
       positions = layer_stack.segment_positions(segment_ids)
-    rotations = rope.rotations(self.config, positions, platform=self.platform)
-    shared = caches.SharedKV()
+    rotations, shared = self._rotations(positions), caches.SharedKV()
     if images is not None:
       rotations = images.rotations(self.config)
     kernel_options, mix = self.kernel_options(row_segments), None
@@ -460,8 +459,9 @@ class TransformerLM:
       Each `[…, S, n]`, see `rope.rotations`; None in exact mode, which computes them
       where it needs them.
     """
-    if self.exact is not None:
-      return None
+    return self._rotations(positions) if self.exact is None else None
+
+  def _rotations(self, positions: jax.Array) -> dict[str, rope.Rotation]:
     return rope.rotations(self.config, positions, platform=self.platform)
 
   def kernel_options(self, row_segments: int | None = None) -> Keywords:
@@ -501,8 +501,7 @@ class TransformerLM:
     def start(tokens, positions):
       x = ends.embed(tokens, self.dtype)
       extras = ends.per_layer_inputs(tokens, x)
-      rotations = rope.rotations(self.config, positions, platform=self.platform)
-      return x, rotations, extras
+      return x, self._rotations(positions), extras
 
     return self._tokenwise(start, tokens, positions)
 

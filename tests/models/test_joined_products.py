@@ -11,7 +11,7 @@ import pytest
 
 from jaxrl.device_thread import DeviceThread
 from jaxrl.models import kv_cache, layer_stack
-from jaxrl.models.decoding import joined_products, output_major
+from jaxrl.models.decoding import joined_products, output_major, weight_layout
 from jaxrl.models.lora import lora_adapters
 from jaxrl.rollout.engine.jax_engine import JaxEngine
 from kernels.native import row_product
@@ -46,7 +46,13 @@ def test_prefill_and_decode_are_the_same(changes, joined):
 def _arrange(model, params, dtype):
   params = output_major.cast_tables(params, dtype)
   arrange_layer = output_major.arrange_layer
-  return layer_stack.unstack_by_layer(model.config, params, arrange_layer, dtype)
+  return weight_layout.unstack_by_layer(model.config, params, arrange_layer, dtype)
+
+
+def _pack(model, params, dtype, old=None):
+  narrow = 'bfloat16' if dtype == 'bfloat16' else ''
+  model = dataclasses.replace(model, weights_dtype=narrow)
+  return weight_layout.arrange(model, None, 1, params, old)
 
 
 def _prefill_and_decode(model, weights):
@@ -95,7 +101,7 @@ def _packs(changes, dtype, error):
   """Packs a model's matrices, and compares what they compute; returns them."""
   model, params = small.model_and_params(**changes)
   plain = layer_stack.unstack(model.config, params)
-  packed = joined_products.pack(model.config, params, dtype)
+  packed = _pack(model, params, dtype)
   assert packed.keys() == plain.keys()
   assert _num_numbers(packed) == _num_numbers(plain)
   expected = _prefill_and_decode(model, plain)
@@ -150,7 +156,7 @@ def test_packed_matrices_leave_adapters_apart(dtype, error):
 @pytest.mark.parametrize('dtype', ['float32', 'bfloat16'])
 def test_decode_reads_panels_as_they_lie(dtype):
   model, params = small.model_and_params(hidden_size=32)
-  packed = joined_products.pack(model.config, params, dtype)
+  packed = _pack(model, params, dtype)
   if dtype == 'bfloat16':
     model = dataclasses.replace(model, weights_dtype=dtype)
   ids = np.zeros(8, np.int32)
@@ -172,12 +178,12 @@ def test_decode_reads_panels_as_they_lie(dtype):
 
 def test_layers_are_cut_by_a_program_each():
   model, params = small.model_and_params()
-  cut = layer_stack.unstack_by_layer(model.config, params)
+  cut = weight_layout.unstack_by_layer(model.config, params)
   expected = layer_stack.unstack(model.config, params)
   jax.tree.map(np.testing.assert_array_equal, cut, expected)
   # Layers that are cut already are changed as those of a stack.
   for given in (params, expected):
-    changed = layer_stack.unstack_by_layer(model.config, given, _scaled, 2.0)
+    changed = weight_layout.unstack_by_layer(model.config, given, _scaled, 2.0)
     for layer, plain in zip(changed['layers'], expected['layers'], strict=True):
       jax.tree.map(lambda x, y: np.testing.assert_array_equal(x, 2 * y), layer, plain)
 
@@ -225,10 +231,10 @@ def test_an_exact_engine_refuses_another_type():
 def test_new_panels_take_the_places_of_the_old_ones(dtype):
   model, params = small.model_and_params(tie_embeddings=False)
   newer = jax.tree.map(lambda x: 2 * x, params)
-  first = joined_products.pack(model.config, params, dtype)
-  places = [x.unsafe_buffer_pointer() for x in joined_products._panels(first)]
-  second = joined_products.pack(model.config, newer, dtype, first)
-  assert [x.unsafe_buffer_pointer() for x in joined_products._panels(second)] == places
+  first = _pack(model, params, dtype)
+  places = [x.unsafe_buffer_pointer() for x in joined_products.panels(first)]
+  second = _pack(model, newer, dtype, first)
+  assert [x.unsafe_buffer_pointer() for x in joined_products.panels(second)] == places
   assert len(places) == 3 * 4 + 1 and len(set(places)) == len(places)
-  expected = joined_products.pack(model.config, newer, dtype)
+  expected = _pack(model, newer, dtype)
   jax.tree.map(np.testing.assert_array_equal, second, expected)

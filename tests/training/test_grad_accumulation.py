@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxrl.training.grad_accumulation import add_grads
+from jaxrl.training.forward_pass import add_grads
 
 LAYERS, WIDTH = 12, 64
 

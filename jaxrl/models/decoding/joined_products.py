@@ -15,7 +15,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxrl.models import layer_stack
 from jaxrl.models.model_config import ModelConfig
 from jaxrl.types import Params, PyTree
 from kernels.native import row_product
@@ -60,39 +59,21 @@ def _join_layer(weights: Params) -> Params:
   return weights
 
 
-def pack(
-  config: ModelConfig, params: Params, dtype: str, old: Params | None = None
-) -> Params:
-  """Lays a model's matrices out in panels.
+def pack_ends(params: Params, dtype: str, old: Params) -> Params:
+  """Lays the LM head out in panels, and casts an embedding table beside it.
 
   Args:
-    config: The model's shape.
-    params: The parameters, outside of any program.
-    dtype: The type of the matrices, and of the embedding table: 'float32' or
-      'bfloat16'.
-    old: What this returned for earlier parameters, if nobody needs it any more. The new
-      panels take the places of its panels in memory, which no array is then made for.
+    params: The parameters of a model; layers are as before.
+    dtype: The type of both: 'float32' or 'bfloat16'.
+    old: What this returned for earlier parameters, if nobody needs it any more, or
+      none. The new panels take the places of its panels in memory.
 
   Returns:
-    Parameters that `layer_stack` understands, with a tuple of layers. Experts, adapters
-    and norms are as before.
+    Parameters that `layer_stack` understands.
 
   Raises:
     OSError: If `row_product.obstacle` says that there are no panels here.
   """
-  spent = [] if old is None else [_panels(layer) for layer in old['layers']]
-  params = _pack_ends(params, dtype, old or {})
-  return layer_stack.unstack_by_layer(config, params, _pack_layer, dtype, spent=spent)
-
-
-def _panels(weights: PyTree) -> list[jax.Array]:
-  """Returns the arrays of all matrices in panels."""
-  is_packed = lambda x: isinstance(x, PanelMatrix)  # noqa: E731
-  matrices = filter(is_packed, jax.tree.leaves(weights, is_leaf=is_packed))
-  return [matrix.panels for matrix in matrices]
-
-
-def _pack_ends(params: Params, dtype: str, old: Params) -> Params:
   ends = {name: params[name] for name in ('embedding', 'lm_head') if name in params}
   head = 'lm_head' if 'lm_head' in params else 'embedding'
   for name, one in ends.items():
@@ -100,7 +81,7 @@ def _pack_ends(params: Params, dtype: str, old: Params) -> Params:
       continue
     table = one['table']
     if name == head:
-      ends[name] = {PANELS: _pack_table(table, _panels(old.get(name)), dtype)}
+      ends[name] = {PANELS: _pack_table(table, panels(old.get(name)), dtype)}
     else:
       ends[name] = {'table': table.astype(dtype)}
   return params | ends
@@ -112,9 +93,26 @@ def _pack_table(table: jax.Array, spent: list[jax.Array], dtype: str) -> PanelMa
   return row_product.pack(table.astype(dtype).T)
 
 
-def _pack_layer(weights: Params, dtype: str) -> Params:
+def pack_layer(weights: Params, dtype: str) -> Params:
+  """Joins the matrices of a layer, and lays them and the others out in panels.
+
+  Args:
+    weights: One layer's parameters.
+    dtype: The type of the matrices, as of `pack_ends`, which also raises the same.
+
+  Returns:
+    Parameters that `layer_stack.block` understands. Experts, adapters and norms are as
+    before.
+  """
   pack = lambda kernel: row_product.pack(kernel.astype(dtype))  # noqa: E731
   return replace_kernels(_join_layer(weights), MATRICES, PANELS, pack)
+
+
+def panels(weights: PyTree) -> list[jax.Array]:
+  """Returns the arrays of all matrices in panels, among any parameters."""
+  is_packed = lambda x: isinstance(x, PanelMatrix)  # noqa: E731
+  matrices = filter(is_packed, jax.tree.leaves(weights, is_leaf=is_packed))
+  return [matrix.panels for matrix in matrices]
 
 
 def replace_kernels(
@@ -150,7 +148,7 @@ def replace_kernels(
 def unpack(
   config: ModelConfig, weights: Params
 ) -> tuple[Params, dict[tuple[str, str], Any]]:
-  """Undoes the panels of `pack` for one layer.
+  """Undoes the panels of `pack_layer`.
 
   Args:
     config: The layer's shape.

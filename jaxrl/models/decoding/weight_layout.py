@@ -1,11 +1,16 @@
 """The weight layout is the order in which a decode step reads the weights fastest."""
 
 import functools
+from collections.abc import Callable, Hashable, Sequence
 from typing import TYPE_CHECKING
 
+import jax
+import numpy as np
+
 from jaxrl.models import layer_stack
+from jaxrl.models.model_config import ModelConfig
 from jaxrl.models.transformer_lm import TransformerLM
-from jaxrl.types import Params
+from jaxrl.types import Params, PyTree
 from kernels.dispatch import platform_of
 
 if TYPE_CHECKING:
@@ -57,7 +62,7 @@ def _arrange_on_cpu(
   old: Params | None,
 ) -> Params:
   # Modules are imported as they are needed: few engines have more than one layout.
-  arrange_layers = functools.partial(layer_stack.unstack_by_layer, model.config)
+  arrange_layers = functools.partial(unstack_by_layer, model.config)
   if weights_format is not None:
     from jaxrl.models.decoding import eight_bit_weights, output_major
 
@@ -71,10 +76,66 @@ def _arrange_on_cpu(
     if known and not row_product.obstacle('cpu', kernels=model.kernels):
       from jaxrl.models.decoding import joined_products
 
-      return joined_products.pack(model.config, params, dtype, old)
+      spent = [] if old is None else list(map(joined_products.panels, old['layers']))
+      params = joined_products.pack_ends(params, dtype, old or {})
+      return arrange_layers(params, joined_products.pack_layer, dtype, spent=spent)
   if model.weights_dtype:  # there is no C compiler
     from jaxrl.models.decoding import output_major
 
     params = output_major.cast_tables(params, model.weights_dtype)
     return arrange_layers(params, output_major.arrange_layer, model.weights_dtype)
   return arrange_layers(params)
+
+
+def unstack_by_layer(
+  config: ModelConfig,
+  params: Params,
+  change: Callable[..., Params] | None = None,
+  *options: Hashable,
+  spent: Sequence[PyTree] = (),
+) -> Params:
+  """Does what `layer_stack.unstack` does, and changes each layer as it is cut.
+
+  A layer is cut and changed by one program, which all layers of its kind share: a
+  program for hundreds of slices takes XLA long to compile. One layer follows the other,
+  so that no second copy of the weights is ever in memory.
+
+  Args:
+    config: The model's shape.
+    params: The parameters, outside of any program.
+    change: A function of a module, which maps a layer's parameters and `options` to
+      others; None changes nothing.
+    *options: Hashable arguments.
+    spent: For each layer arrays that nobody needs any more. Results of the same shapes
+      take their places in memory.
+  """
+  if isinstance(params['layers'], tuple):
+    if change is None:
+      return params
+    sources = [(x, None) for x in params['layers']]
+  else:
+    stacks = params['layers']
+    sources = [
+      (stacks[name] if name else stacks, np.int32(i))
+      for name, i in layer_stack.places(config)
+    ]
+  spent = spent or [()] * len(sources)
+  changed = [
+    jax.block_until_ready(_changed_layer(weights, i, old, change, options))
+    for (weights, i), old in zip(sources, spent, strict=True)
+  ]
+  return params | {'layers': tuple(changed)}
+
+
+@functools.partial(jax.jit, static_argnums=(3, 4), donate_argnums=2, keep_unused=True)
+def _changed_layer(
+  weights: Params,
+  i: jax.Array | None,
+  spent: PyTree,
+  change: Callable[..., Params] | None,
+  options: tuple[Hashable, ...],
+) -> Params:
+  """Changes a layer, which is the i-th of a stack unless i is None."""
+  del spent  # the results lie there
+  layer = weights if i is None else jax.tree.map(lambda x: x[i], weights)
+  return layer if change is None else change(layer, *options)
