@@ -344,10 +344,7 @@ def add_micro_batch(
 
   The other arguments are those of `accumulate_micro_batches`.
   """
-
-  def run(i: Array | int) -> tuple[Params, PyTree]:
-    return micro_batch_grads(spec, plan, grad_fn, fields, weights, i)
-
+  run = functools.partial(micro_batch_grads, spec, plan, grad_fn, fields, weights)
   grads, sums = add_grads(_platform(spec.model), run, total[0], i)
   return grads, jax.tree.map(jnp.add, total[1], sums)
 

@@ -233,7 +233,8 @@ def test_new_panels_take_the_places_of_the_old_ones(dtype):
   newer = jax.tree.map(lambda x: 2 * x, params)
   first = _pack(model, params, dtype)
   places = [x.unsafe_buffer_pointer() for x in joined_products.panels(first)]
-  second = _pack(model, newer, dtype, first)
+  second = _pack(model, newer, dtype, weight_layout.spent_panels(first))
+  assert weight_layout.spent_panels(layer_stack.unstack(model.config, params)) is None
   assert [x.unsafe_buffer_pointer() for x in joined_products.panels(second)] == places
   assert len(places) == 3 * 4 + 1 and len(set(places)) == len(places)
   expected = _pack(model, newer, dtype)

@@ -65,8 +65,8 @@ def pack_ends(params: Params, dtype: str, old: Params) -> Params:
   Args:
     params: The parameters of a model; layers are as before.
     dtype: The type of both: 'float32' or 'bfloat16'.
-    old: What this returned for earlier parameters, if nobody needs it any more, or
-      none. The new panels take the places of its panels in memory.
+    old: Panels of earlier parameters by the same names, which nobody needs any more.
+      The new ones take their places in memory.
 
   Returns:
     Parameters that `layer_stack` understands.
@@ -81,7 +81,7 @@ def pack_ends(params: Params, dtype: str, old: Params) -> Params:
       continue
     table = one['table']
     if name == head:
-      ends[name] = {PANELS: _pack_table(table, panels(old.get(name)), dtype)}
+      ends[name] = {PANELS: _pack_table(table, old.get(name, []), dtype)}
     else:
       ends[name] = {'table': table.astype(dtype)}
   return params | ends

@@ -31,8 +31,7 @@ def arrange(
     weights_format: How matrices are kept in 8 bits; None keeps their type.
     num_devices: The devices that hold the weights.
     params: The parameters.
-    old: What this returned for earlier parameters, if nobody needs it any more; on a
-      CPU the new ones may take its place in memory.
+    old: What `spent_panels` returned of earlier parameters, to be overwritten.
 
   Returns:
     Parameters whose 'layers' is a tuple of single layers. On one CPU device, matrices
@@ -76,15 +75,33 @@ def _arrange_on_cpu(
     if known and not row_product.obstacle('cpu', kernels=model.kernels):
       from jaxrl.models.decoding import joined_products
 
-      spent = [] if old is None else list(map(joined_products.panels, old['layers']))
-      params = joined_products.pack_ends(params, dtype, old or {})
-      return arrange_layers(params, joined_products.pack_layer, dtype, spent=spent)
+      spent = {} if old is None else old
+      params = joined_products.pack_ends(params, dtype, spent)
+      options = {'spent': spent.get('layers', ())}
+      return arrange_layers(params, joined_products.pack_layer, dtype, **options)
   if model.weights_dtype:  # there is no C compiler
     from jaxrl.models.decoding import output_major
 
     params = output_major.cast_tables(params, model.weights_dtype)
     return arrange_layers(params, output_major.arrange_layer, model.weights_dtype)
   return arrange_layers(params)
+
+
+def spent_panels(params: Params) -> Params | None:
+  """Returns the arrays whose places in memory `arrange` can give to new parameters.
+
+  Args:
+    params: What `arrange` returned for a CPU, if nobody needs it any more.
+
+  Returns:
+    Panels, by the names of their parts, for 'layers' a list of each layer's; None for
+    parameters without any, which are to be dropped before others are laid out.
+  """
+  from jaxrl.models.decoding.joined_products import panels
+
+  found: Params = {n: panels(part) for n, part in params.items() if n != 'layers'}
+  found['layers'] = [panels(layer) for layer in params['layers']]
+  return found if jax.tree.leaves(found) else None
 
 
 def unstack_by_layer(

@@ -230,8 +230,8 @@ class JaxEngine(EngineBase):
   async def load(self, version: int, params: Params, *, copy: bool = False) -> None:
     """Serves `params` as `version` from the next dispatch on.
 
-    While there are no requests, nobody needs the earlier weights, and the new ones take
-    their place in memory.
+    While there are no requests, the earlier weights are dropped before the new ones are
+    laid out, which then take their place in memory.
 
     Args:
       version: The weights version.
@@ -243,7 +243,8 @@ class JaxEngine(EngineBase):
     if not self._requests and (self._task is None or self._task.done()):
       self._is_loading = True  # a request that comes now waits for the new weights
       if self._weights is not None:
-        old, self._weights = self._weights[1], (self._weights[0], None)
+        old = self._model_runner.spent_panels(self._weights[1])
+        self._weights = self._weights[0], None
     prepare_params = self._model_runner.prepare_params
     try:
       with spans.span('weights', 'engine', 'load', detail=f'version {version}'):

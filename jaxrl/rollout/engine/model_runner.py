@@ -260,7 +260,7 @@ class ModelRunner:
     Args:
       params: The model's parameters. Adapters beside them are merged.
       copy: Whether the result must share no array with `params`.
-      old: What this returned for earlier weights, if nobody needs it any more.
+      old: What `spent_panels` returned of earlier weights.
 
     Returns:
       Parameters for `prefill` and `decode`.
@@ -272,9 +272,17 @@ class ModelRunner:
     if not self._is_on_cpu:
       return jax.block_until_ready(self._arrange(params))
     if old is None and not self._has_arranged:  # compiles what later versions run
-      old = self._arrange(params)
+      old = self.spent_panels(self._arrange(params))
     self._has_arranged = True
     return jax.block_until_ready(self._arrange(params, old=old))
+
+  def spent_panels(self, params: Params | None) -> Params | None:
+    """Returns what new weights overwrite of those that nobody needs any more."""
+    if params is None or not self._is_on_cpu:
+      return None
+    from jaxrl.models.decoding import weight_layout
+
+    return weight_layout.spent_panels(params)
 
   def warmup(self, params: Params) -> None:
     """Compiles every program, on a state that is then dropped.

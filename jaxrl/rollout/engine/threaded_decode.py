@@ -281,6 +281,10 @@ class ThreadedDecoder:
     idle = self.partition_runner.idle_slots()
     return jax.tree.map(lambda x: np.concatenate([x] * self.num_partitions), idle)
 
+  def spent_panels(self, params: Params | None) -> Params | None:
+    """Returns what `ModelRunner.spent_panels` does."""
+    return self.partition_runner.spent_panels(params)
+
   def prepare_params(
     self, params: Params, copy: bool = False, old: Params | None = None
   ) -> Params:
