@@ -23,7 +23,7 @@ from launch.runtime import host_memory
 # because small ones take a part of a freed one. Older versions keep 32 MiB at most.
 IDLE_SHARE, MOST_IDLE = 1 / 8, 4 << 30
 HEAP_SHARE, NEW_VERSION = 1 / 64, (2, 36)
-SMALLEST = 32 << 20  # as in large_blocks.c
+SMALLEST = 32 << 20  # as in kept_blocks.c
 THRESHOLD = 'MALLOC_MMAP_THRESHOLD_'
 MALLOC = {
   'MALLOC_TRIM_THRESHOLD_': str(16 << 30),
@@ -72,17 +72,17 @@ def missing_variables(env: Mapping[str, str]) -> dict[str, str]:
 
 
 def _malloc_variables(env: Mapping[str, str], version: str) -> dict[str, str]:
-  from kernels.native import large_blocks  # once, before the process runs again
+  from kernels.native import kept_blocks  # once, before the process runs again
 
   limit, wanted = host_memory.read_host_memory().limit, dict(MALLOC)
   try:
-    library = _library(env) or str(large_blocks.build())
+    library = _library(env) or str(kept_blocks.build())
   except OSError as error:
     is_old = tuple(int(x) for x in re.findall(r'\d+', version)[:2]) < NEW_VERSION
     largest = SMALLEST if is_old else max(SMALLEST, int(limit * HEAP_SHARE))
     return wanted | {THRESHOLD: str(largest), OBSTACLE: str(error)}
   wanted |= {LIBRARY: library, THRESHOLD: str(SMALLEST)}
-  wanted[large_blocks.IDLE_BYTES] = str(min(int(limit * IDLE_SHARE), MOST_IDLE))
+  wanted[kept_blocks.IDLE_BYTES] = str(min(int(limit * IDLE_SHARE), MOST_IDLE))
   return wanted
 
 

@@ -7,7 +7,7 @@ import sys
 import psutil
 import pytest
 
-from kernels.native.large_blocks import IDLE_BYTES
+from kernels.native.kept_blocks import IDLE_BYTES
 from launch.runtime import process_env
 from tests.marks import NEEDS_COMPILER
 

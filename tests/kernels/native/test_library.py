@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from kernels.native import compiler, large_blocks, library, row_product
+from kernels.native import compiler, kept_blocks, library, row_product
 from tests.marks import NEEDS_COMPILER
 from tests.processes import obeying_modes
 
 pytestmark = NEEDS_COMPILER
-SOURCES = (*library.SOURCES, large_blocks.SOURCE)
+SOURCES = (*library.SOURCES, kept_blocks.SOURCE)
 
 
 @pytest.mark.parametrize('name', ['cc', 'gcc', 'clang'])

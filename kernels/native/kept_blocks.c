@@ -1,4 +1,4 @@
-/* Keeps large blocks of memory that were freed, for the next program of the same size.
+/* Keeps blocks of memory that were freed, for the next program of the same size.
 
    A program of XLA takes its temporary memory from posix_memalign at each call. If glibc
    maps it, the program faults it in page by page each time, which may be a third of a
@@ -9,6 +9,10 @@
    Blocks in use and idle ones together are never more than those in use once were, and
    idle ones never more than JAXRL_IDLE_BYTES: what exceeds this is given back, the block
    that has been idle longest first, from its end.
+
+   The arrays that pass between a program's parts are smaller, and glibc does hold them in
+   its heap. But it takes the block that fits best, wherever it lies, and a heap in which
+   programs were compiled has many, so that what a part writes is seldom in a cache. Here the block that was freed last serves such a request.
 
    The library is loaded before libc (LD_PRELOAD). process_env.py builds it. */
 
@@ -23,7 +27,10 @@
 
 #define SMALLEST ((size_t)32 << 20) /* from which size on glibc maps a block, at most */
 #define UNIT ((size_t)2 << 20)      /* blocks begin and end at its multiples */
-enum { MAX_BLOCKS = 1024, SLACK = 8 /* a request takes all but this share of a block */ };
+#define MEDIUM ((size_t)64 << 10)   /* from which size on the block freed last is taken */
+#define RECENT_BYTES ((size_t)16 << 20) /* of these, at most: what caches may hold */
+enum { MAX_BLOCKS = 1024, MAX_RECENT = 64 };
+enum { SLACK = 8 /* a request takes all but this share of a block */ };
 
 typedef struct {
   char *start;
@@ -40,6 +47,7 @@ static Block blocks[MAX_BLOCKS];
 static int num_blocks;
 static uint64_t num_frees;
 static size_t used, idle, most_used, most_idle = (size_t)1 << 30; /* bytes */
+static size_t (*heap_size)(void *); /* glibc's malloc_usable_size */
 
 static void lock(void) { pthread_mutex_lock(&mutex); }
 static void unlock(void) { pthread_mutex_unlock(&mutex); }
@@ -47,6 +55,7 @@ static void unlock(void) { pthread_mutex_unlock(&mutex); }
 __attribute__((constructor)) static void begin(void) {
   const char *bytes = getenv("JAXRL_IDLE_BYTES");
   if (bytes) most_idle = strtoull(bytes, NULL, 10);
+  *(void **)&heap_size = dlsym(RTLD_NEXT, "malloc_usable_size");
   pthread_atfork(lock, unlock, unlock);
 }
 
@@ -127,6 +136,52 @@ static void *take_locked(size_t bytes) {
   return start;
 }
 
+/* Blocks of glibc's heap that were freed, the last one at the end. */
+static struct {
+  char *start;
+  size_t size;
+} recent[MAX_RECENT];
+static int num_recent;
+static size_t recent_bytes;
+
+static char *remove_recent(int i) {
+  char *start = recent[i].start;
+  recent_bytes -= recent[i].size;
+  num_recent--;
+  memmove(recent + i, recent + i + 1, (num_recent - i) * sizeof *recent);
+  return start;
+}
+
+/* Returns the block freed last that suits a request, or NULL where there is none. */
+static void *take_recent(size_t alignment, size_t bytes) {
+  char *start = NULL;
+  lock();
+  for (int i = num_recent - 1; i >= 0 && !start; i--)
+    if (recent[i].size >= bytes && recent[i].size - bytes <= bytes / SLACK)
+      if (!((uintptr_t)recent[i].start & (alignment - 1))) start = remove_recent(i);
+  unlock();
+  return start;
+}
+
+/* Frees a block of glibc's: keeps it for a while if its size is a medium one. */
+static void release_recent(void *start) {
+  size_t size = start && heap_size ? heap_size(start) : 0;
+  if (size < MEDIUM || size >= SMALLEST || size > RECENT_BYTES) {
+    __libc_free(start);
+    return;
+  }
+  char *dropped[MAX_RECENT];
+  int count = 0;
+  lock();
+  while (num_recent == MAX_RECENT || recent_bytes + size > RECENT_BYTES)
+    dropped[count++] = remove_recent(0);
+  recent[num_recent].start = start;
+  recent[num_recent++].size = size;
+  recent_bytes += size;
+  unlock();
+  while (count) __libc_free(dropped[--count]);
+}
+
 static int may_be_block(const void *start) {
   return start && !((uintptr_t)start & (UNIT - 1));
 }
@@ -161,14 +216,18 @@ static int release(const void *start) {
   return block != NULL;
 }
 
+static void *take_kept(size_t alignment, size_t bytes) {
+  if (bytes < MEDIUM || alignment > UNIT) return NULL;
+  return bytes < SMALLEST ? take_recent(alignment, bytes) : take_locked(bytes);
+}
+
 void *malloc(size_t bytes) {
-  void *start = bytes >= SMALLEST ? take_locked(bytes) : NULL;
+  void *start = take_kept(1, bytes);
   return start ? start : __libc_malloc(bytes);
 }
 
 void *memalign(size_t alignment, size_t bytes) {
-  int is_large = bytes >= SMALLEST && alignment <= UNIT;
-  void *start = is_large ? take_locked(bytes) : NULL;
+  void *start = take_kept(alignment, bytes);
   return start ? start : __libc_memalign(alignment, bytes);
 }
 
@@ -187,7 +246,7 @@ int posix_memalign(void **result, size_t alignment, size_t bytes) {
 
 void free(void *start) {
   int error = errno;
-  if (!may_be_block(start) || !release(start)) __libc_free(start);
+  if (!may_be_block(start) || !release(start)) release_recent(start);
   errno = error;
 }
 
@@ -204,9 +263,7 @@ void *realloc(void *start, size_t bytes) {
 }
 
 size_t malloc_usable_size(void *start) {
-  static size_t (*next)(void *);
   size_t size = size_of(start);
   if (size) return size;
-  if (!next) *(void **)&next = dlsym(RTLD_NEXT, "malloc_usable_size");
-  return next ? next(start) : 0;
+  return heap_size ? heap_size(start) : 0;
 }

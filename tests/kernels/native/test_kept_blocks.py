@@ -1,4 +1,4 @@
-"""Large blocks are kept for the next program, and no more of them than were in use."""
+"""Freed blocks are kept for the next program, and no more of them than were in use."""
 
 import functools
 import os
@@ -9,7 +9,7 @@ import textwrap
 
 import pytest
 
-from kernels.native import large_blocks
+from kernels.native import kept_blocks
 from tests.marks import NEEDS_COMPILER
 
 pytestmark = [
@@ -61,7 +61,7 @@ def run(program: str, **variables: str) -> str:
 
 @functools.cache
 def _library() -> str:
-  return str(large_blocks.build())
+  return str(kept_blocks.build())
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,56 @@ def test_blocks_never_hold_more_than_was_in_use_once():
     first, second = touch(aligned(270), 270), touch(aligned(270), 270)
     assert faults() - before < 256 * 120, faults() - before
   """)
+
+
+@pytest.mark.parametrize(
+  'take',
+  ['aligned(4)', 'libc.malloc(4 * MIB)', 'libc.aligned_alloc(4096, 4 * MIB)'],
+)
+def test_a_medium_block_that_was_freed_last_is_taken_first(take):
+  run(f"""
+    lower, upper = sorted({take} for _ in range(2))
+    between = libc.malloc(100)
+    libc.free(lower), libc.free(upper)
+    assert {take} == upper
+    assert {take} == lower
+    libc.free(lower), libc.free(upper)
+    assert libc.malloc(2 * MIB) not in (lower, upper)  # would waste half of it
+    assert libc.malloc(4 * MIB - MIB // 4) == upper
+  """)
+
+
+def test_a_medium_block_has_the_alignment_that_was_asked_for():
+  run("""
+    blocks = [libc.malloc(MIB + i) for i in range(16)]
+    assert any(p % 4096 for p in blocks)
+    for p in blocks:
+      libc.free(p)
+    for _ in range(16):
+      aligned(1, 4096)  # asserts it
+    blocks = [aligned(1) for _ in range(16)]
+    assert len(set(blocks)) == 16
+  """)
+
+
+@pytest.mark.parametrize(('count', 'kib', 'most_mib'), [(100, 1024, 16), (300, 64, 5)])
+def test_few_medium_blocks_are_kept_from_glibc(count, kib, most_mib):
+  run(
+    f"""
+    class Heap(ctypes.Structure):
+      _fields_ = [(name, Z) for name in 'arena ordblks smblks hblks hblkhd usmblks '
+                  'fsmblks uordblks fordblks keepcost'.split()]
+    libc.mallinfo2.restype = Heap
+    before = libc.mallinfo2().uordblks
+    blocks = [libc.malloc({kib} * 1024) for _ in range({count})]
+    for p in blocks:
+      libc.free(p)
+    kept = libc.mallinfo2().uordblks - before
+    assert {most_mib} * MIB // 2 < kept <= {most_mib} * MIB, kept
+    assert [libc.malloc({kib} * 1024) for _ in range(10)] == blocks[:-11:-1]
+    """,
+    MALLOC_MMAP_THRESHOLD_=str(32 << 20),
+  )
 
 
 def test_only_so_many_idle_bytes_stay():
@@ -176,8 +226,8 @@ def test_threads_and_forked_children_get_blocks_of_their_own():
     import random
     def work(seed):
       draw = random.Random(seed)
-      for _ in range(30):
-        size = draw.randint(32, 48)
+      for _ in range(60):
+        size = draw.choice([draw.randint(1, 8), draw.randint(32, 48)])
         p = aligned(size)
         ctypes.memset(p, seed, MIB)
         ctypes.memset(p + size * MIB - 8, seed, 8)

@@ -1,6 +1,6 @@
-"""A malloc that keeps large blocks, as a library to load before libc.
+"""A malloc that keeps freed blocks, as a library to load before libc.
 
-Programs of XLA take their temporary memory from it at each call; `large_blocks.c` says
+Programs of XLA take their memory from it at each call; `kept_blocks.c` says
 why glibc's own is not enough.
 """
 
@@ -9,7 +9,7 @@ import pathlib
 
 from kernels.native import compiler
 
-SOURCE = pathlib.Path(__file__).parent / 'large_blocks.c'
+SOURCE = pathlib.Path(__file__).parent / 'kept_blocks.c'
 IDLE_BYTES = 'JAXRL_IDLE_BYTES'  # the variable with the most bytes that it keeps
 
 
