@@ -14,6 +14,7 @@ the second term changes one element of each row, in place.
 """
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -136,6 +137,7 @@ def kept_gradients(
   *,
   chosen: jax.Array,
   dtypes: tuple[Any, Any],
+  product_of_table: Callable[[jax.Array, jax.Array], jax.Array] | None = None,
 ) -> tuple[jax.Array, jax.Array]:
   """Computes the gradients of log-probs from the softmax that was kept.
 
@@ -148,6 +150,8 @@ def kept_gradients(
     kept: Result of `keep_softmax`.
     chosen: Logits of the targets, `[N, 1]` float32.
     dtypes: Dtypes of the two gradients.
+    product_of_table: Computes wᵀ·x of w `[N, V]` and x `[N, D]`; the plain product
+      unless told.
 
   Returns:
     The gradients `[N, D]` and `[V, D]`, in `dtypes`.
@@ -166,7 +170,12 @@ def kept_gradients(
   scale = -of.chosen * factor  # of.chosen is g/τ
   scaled = (scale * hidden).astype(hidden.dtype)
   of_hidden = scale * _dot(weights, table.astype(hidden.dtype))
-  return of_hidden.astype(dtypes[0]), _dot(weights.T, scaled).astype(dtypes[1])
+  of_table = (product_of_table or _product_of_table)(weights, scaled)
+  return of_hidden.astype(dtypes[0]), of_table.astype(dtypes[1])
+
+
+def _product_of_table(weights: jax.Array, rows: jax.Array) -> jax.Array:
+  return _dot(weights.T, rows)
 
 
 def gradients(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from jaxrl import spans
 from jaxrl.algorithms import consistency, requirements
-from jaxrl.device_thread import DeviceThread
+from jaxrl.device_thread import DeviceThread, trim_heap
 from jaxrl.models import lora
 from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
@@ -448,6 +448,7 @@ class Learner:
         )
         if self.teachers is not None:
           self.teachers.warmup(shape.rows, [shape.length])
+    trim_heap()
     self._is_warm = bool(shapes)
     seconds = time.perf_counter() - start
     return {'time/warmup': seconds, 'compile/programs': float(counter.count)}

@@ -5,11 +5,14 @@ forward pass: `row_softmax.c` makes one of them, and the softmax takes the place
 logits. Log-probs and their gradient are three products and that pass.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from kernels import kept_softmax
 from kernels.chunked_logits import scan_blocks
-from kernels.kept_softmax import KeptSoftmax, gradients, kept_gradients
+from kernels.kept_softmax import KeptSoftmax, gradients
 from kernels.native import library
 from kernels.softmax_stats import (
   NUM_COLUMNS,
@@ -23,6 +26,7 @@ __all__ = ('gradients', 'keep_softmax', 'kept_gradients', 'obstacle', 'softmax_s
 TARGET = 'jaxrl_keep_softmax'
 KEPT_BYTES = 2**28  # that it may take, less than `rough_memory` counts for logits
 TILE_LOGITS = 2**22  # that are held at a time where nothing is kept
+TABLE_BLOCK = 1024  # rows of the table whose gradients are computed at a time
 
 
 def obstacle(hidden: jax.Array) -> str:
@@ -92,3 +96,23 @@ def keep_softmax(
   weights, stats = call(logits, targets.astype(jnp.int32), jnp.float32(inverse))
   stats = SoftmaxStats(*unpack_columns(stats))
   return stats, KeptSoftmax(weights, stats.top)
+
+
+def _product_of_table(weights: jax.Array, rows: jax.Array) -> jax.Array:
+  """Computes wᵀ·x of w `[N, V]` and x `[N, D]`, block by block of the vocabulary.
+
+  As one product, XLA would take the bytes of the result twice over, and the same time.
+  """
+
+  def step(result, block):
+    product = jnp.dot(block.take(weights, 1).T, rows, precision='highest')
+    return block.put(result, product, 0)
+
+  vocab = weights.shape[1]
+  result = jax.lax.empty((vocab, rows.shape[1]), jnp.float32)
+  return scan_blocks(step, result, vocab, TABLE_BLOCK)
+
+
+kept_gradients = functools.partial(
+  kept_softmax.kept_gradients, product_of_table=_product_of_table
+)

@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxrl import spans
-from jaxrl.device_thread import DeviceThread
+from jaxrl.device_thread import DeviceThread, trim_heap
 from jaxrl.models.exact_mode import Exact
 from jaxrl.models.kv_cache import keeps_prompts
 from jaxrl.models.transformer_lm import TransformerLM
@@ -226,6 +226,7 @@ class JaxEngine(EngineBase):
     """
     params = self._loaded_weights()[1]
     await self._device_thread.run(self._model_runner.warmup, params)
+    await self._device_thread.run(trim_heap)
 
   async def load(self, version: int, params: Params, *, copy: bool = False) -> None:
     """Serves `params` as `version` from the next dispatch on.

@@ -1,6 +1,7 @@
 """One pass over logits, against the statistics of `softmax_stats` in plain jnp."""
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -12,6 +13,7 @@ from kernels.softmax_stats import (
   NUM_COLUMNS,
   SoftmaxStats,
   StatsKind,
+  backward_stats,
   block_stats,
   unpack_columns,
 )
@@ -128,3 +130,36 @@ def test_arrays_that_do_not_fit_are_refused(name):
     jax.block_until_ready(
       jax.jit(jax.ffi.ffi_call(row_softmax.TARGET, out))(*arguments)
     )
+
+
+@pytest.mark.parametrize('vocab', [5, 1024, 2500, 4096])
+def test_gradients_of_the_table_are_computed_in_blocks(vocab):
+  rng = np.random.default_rng(1)
+  hidden, table = rng.standard_normal((6, 8)), rng.standard_normal((vocab, 8))
+  hidden, table = jnp.asarray(hidden, jnp.float32), jnp.asarray(table, jnp.float32)
+  targets, inverse = rng.integers(0, vocab, 6).astype(np.int32), jnp.float32(1.25)
+  arrays = hidden, table, targets, inverse
+  stats, kept = row_softmax.keep_softmax(*arrays, kind=KIND)
+  of, _ = backward_stats(stats, inverse, (jnp.arange(1.0, 7), *2 * [jnp.zeros(6)]))
+  options = {'chosen': stats.chosen, 'dtypes': 2 * [jnp.float32]}
+  grads = functools.partial(row_softmax.kept_gradients, *arrays, **options)
+
+  def log_probs(hidden, table):
+    all_ = jax.nn.log_softmax(hidden @ table.T * inverse)
+    return all_[jnp.arange(6), targets] @ jnp.arange(1.0, 7)
+
+  wanted = jax.grad(log_probs, (0, 1))(hidden, table)
+  for x, y in zip(grads(of, kept), wanted, strict=True):
+    np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
+  products = re.findall(
+    r'f32\[(\d+),8\] = dot_general', str(jax.make_jaxpr(grads)(of, kept))
+  )
+  assert max(map(int, products)) <= 1024 and len(products) == 2
+
+
+def test_blocks_make_the_whole_product():
+  rng = np.random.default_rng(1)
+  weights, rows = rng.random((70, 3000), np.float32), rng.random((70, 32), np.float32)
+  whole = jax.jit(lambda w, x: jnp.dot(w.T, x, precision='highest'))(weights, rows)
+  blocks = jax.jit(row_softmax._product_of_table)(weights, rows)
+  np.testing.assert_allclose(blocks, whole, rtol=1e-6)
