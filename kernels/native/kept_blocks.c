@@ -12,7 +12,8 @@
 
    The arrays that pass between a program's parts are smaller, and glibc does hold them in
    its heap. But it takes the block that fits best, wherever it lies, and a heap in which
-   programs were compiled has many, so that what a part writes is seldom in a cache. Here the block that was freed last serves such a request.
+   programs were compiled has many, so that what a part writes is seldom in a cache. Here
+   the block that was freed last serves such a request.
 
    The library is loaded before libc (LD_PRELOAD). process_env.py builds it. */
 
@@ -173,6 +174,8 @@ static void release_recent(void *start) {
   char *dropped[MAX_RECENT];
   int count = 0;
   lock();
+  for (int i = 0; i < num_recent; i++)
+    if (recent[i].start == start) abort(); /* freed twice, which glibc does not see now */
   while (num_recent == MAX_RECENT || recent_bytes + size > RECENT_BYTES)
     dropped[count++] = remove_recent(0);
   recent[num_recent].start = start;

@@ -157,6 +157,18 @@ def test_few_medium_blocks_are_kept_from_glibc(count, kib, most_mib):
   )
 
 
+def test_a_medium_block_that_is_freed_twice_ends_the_process():
+  run("""
+    import signal
+    p = libc.malloc(MIB)
+    if not (child := os.fork()):
+      resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+      libc.free(p), libc.free(p)
+      os._exit(0)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGABRT
+  """)
+
+
 def test_only_so_many_idle_bytes_stay():
   run(
     """
