@@ -114,7 +114,6 @@ def test_blocks_never_hold_more_than_was_in_use_once():
 def test_a_medium_block_that_was_freed_last_is_taken_first(take):
   run(f"""
     lower, upper = sorted({take} for _ in range(2))
-    between = libc.malloc(100)
     libc.free(lower), libc.free(upper)
     assert {take} == upper
     assert {take} == lower

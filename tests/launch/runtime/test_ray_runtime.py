@@ -66,7 +66,7 @@ def test_trajectories_and_parameters_are_those_of_one_process(
 
 
 @NEEDS_COMPILER
-def test_actors_keep_kept_blocks_as_one_process_does(ray):
+def test_actors_keep_blocks_as_one_process_does(ray):
   loaded = ray.remote(lambda: 'blocks-' in pathlib.Path('/proc/self/maps').read_text())
   assert ray.get(loaded.remote())
   assert 'LD_PRELOAD' not in os.environ
