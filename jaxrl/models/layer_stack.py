@@ -80,11 +80,14 @@ def unconstrained(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def _layer(config: ModelConfig, rngs: nnx.Rngs) -> layers.Block:
-  if not config.linear_attention:
-    return layers.Block(config, rngs)
-  from jaxrl.models.gated_delta_net import GatedDeltaNet  # few models need it
-
-  return layers.Block(config, rngs, GatedDeltaNet)
+  kind = None
+  if config.linear_attention:
+    from jaxrl.models.mixers.gated_delta_net import GatedDeltaNet as kind  # few need it
+  elif config.kv_latent:
+    from jaxrl.models.mixers.latent_attention import (
+      LatentAttention as kind,
+    )  # few need it
+  return layers.Block(config, rngs, kind)
 
 
 def _make(

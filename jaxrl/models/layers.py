@@ -8,17 +8,19 @@ axes of activations: batch, length, heads, kv_heads, mlp and vocab.
 import functools
 import math
 from collections.abc import Callable
-from typing import Any
+from types import ModuleType
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxrl.models import initializers, rope
+from jaxrl.models import initializers, remat, rope
 from jaxrl.models.model_config import Lora, ModelConfig
 from jaxrl.options import Keywords
 from jaxrl.types import PyTree
+from kernels.dispatch import platform_of
 
 Constrain = Callable[..., jax.Array]
 Feed = Callable[[PyTree, jax.Array], tuple[jax.Array, PyTree]]
@@ -46,10 +48,13 @@ class RMSNorm(nnx.Module):
     self.scale = nnx.Param(start, axes=axes)
     self.eps = config.rms_norm_eps if eps is None else eps
     self.over = tuple(range(-len(shape), 0))
+    self.kernels: ModuleType | None = None  # see `with_kernels`
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Normalizes the last axes of x."""
     scale = self.scale[...] + self.offset if self.offset else self.scale[...]
+    if self.kernels is not None and x.dtype == jnp.float32:
+      return self.kernels.rms_norm(x, scale.astype(x.dtype), self.eps)
     return (scale * normalized(x, self.eps, self.over)).astype(x.dtype)
 
 
@@ -92,6 +97,12 @@ class Linear(nnx.Module):
     self.num_inputs, self.has_bias = len(inputs), bias
     self.product: Callable[[jax.Array], jax.Array] | None = None  # by the kernel
     self.row_product: Callable[[jax.Array], jax.Array] | None = None
+
+  @property
+  def is_plain(self) -> bool:
+    """Returns whether it is a product with the kernel, and nothing else."""
+    is_replaced = self.product is not None or self.row_product is not None
+    return not (self.lora or self.has_bias or is_replaced)
 
   def __call__(self, x: jax.Array) -> jax.Array:
     """Applies the kernel, the adapters and the bias.
@@ -201,148 +212,6 @@ class Attention(nnx.Module):
 Projected = tuple[tuple[PyTree, ...], jax.Array | None]
 
 
-LATENT_NORM_EPS = 1e-6  # config.json has no setting for it
-
-
-class LatentAttention(nnx.Module):
-  """Projections of latent attention (DeepSeek-V2, arXiv 2405.04434).
-
-  The key and value of a token are computed from a latent `[r]`; all heads share the
-  rotated part of the key, `[p]`. The cache holds the concatenation of both,
-  `[1, r + p]`, in place of keys, and no values.
-
-  Attention over whole sequences uses the keys and values from `expand`. Attention over
-  a cache uses the latents directly, as a single head whose keys are also its values:
-  `absorb` multiplies the queries by the up-projection of the keys, and `release`
-  multiplies the output by the up-projection of the values.
-  """
-
-  def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-    width, heads, bias = config.hidden_size, config.num_heads, config.attention_bias
-    latent, self.rotated = config.kv_latent, config.rope_dim
-    self.plain = config.head_dim - self.rotated  # elements of a head without rotation
-    q_axes, norm_axes = ('embed', 'heads', None), (None,)
-    q_size, kv_size = (heads, config.head_dim), (heads, self.plain + config.value_dim)
-    if inner := config.q_latent:
-      q_a, q_b = config.adapters('q_a'), config.adapters('q_b')
-      self.q_a = Linear((width,), (inner,), ('embed', None), rngs, bias, q_a)
-      self.q_norm = RMSNorm(config, (inner,), norm_axes, LATENT_NORM_EPS)
-      self.q_b = Linear((inner,), q_size, q_axes, rngs, lora=q_b)
-    else:
-      self.q = Linear((width,), q_size, q_axes, rngs, lora=config.adapters('q'))
-    kv_a, kv_b = config.adapters('kv_a'), config.adapters('kv_b')
-    both = (latent + self.rotated,)
-    self.kv_a = Linear((width,), both, ('embed', None), rngs, bias, kv_a)
-    self.kv_norm = RMSNorm(config, (latent,), norm_axes, LATENT_NORM_EPS)
-    self.kv_b = Linear((latent,), kv_size, q_axes, rngs, lora=kv_b)
-    o = config.output_bias, config.adapters('o')
-    sizes = (heads, config.value_dim), (width,), ('heads', None, 'embed')
-    self.o = Linear(*sizes, rngs, *o)
-    self.has_q_latent, self.latent = bool(inner), latent
-    self.interleaved = config.rope_interleaved
-    self.factor = rope.latent_score_factor(config)
-
-  def project(self, x: jax.Array, *rotation: jax.Array) -> 'Projected':
-    """Computes queries, and latents in place of keys.
-
-    Args:
-      x: Hidden states `[..., D]`.
-      *rotation: Elements of a `rope.Rotation`.
-
-    Returns:
-      `(q, latents, None), None`: q `[..., H, d]`, whose last p elements are rotated,
-      latents `[..., 1, r + p]`, no values and no output gate.
-    """
-    cos, sin = rotation
-    turn = {'cos': cos, 'sin': sin, 'interleaved': self.interleaved}
-    q = self.q_b(self.q_norm(self.q_a(x))) if self.has_q_latent else self.q(x)
-    plain, rotated = jnp.split(q, [self.plain], axis=-1)
-    q = jnp.concatenate([plain, rope.rotate(rotated, **turn)], axis=-1)
-    if self.factor != 1.0:
-      q = q * jnp.asarray(self.factor, q.dtype)
-    latent, rotated = jnp.split(self.kv_a(x), [self.latent], axis=-1)
-    latent = self.kv_norm(latent)[..., None, :]
-    rotated = rope.rotate(rotated[..., None, :], **turn)
-    kept = jnp.concatenate([latent, rotated], axis=-1)
-    return (*checkpoint_name((q, kept), 'qkv'), None), None
-
-  def output(self, out: jax.Array, gate: None) -> jax.Array:
-    """Computes the layer's update to the residual stream, `[..., D]`.
-
-    Args:
-      out: Output of attention, `[..., H, value_dim]`.
-      gate: None, because there is no gate.
-    """
-    del gate
-    return self.o(out)
-
-  def expand(self, kept: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Computes keys and values from latents.
-
-    Args:
-      kept: Latents `[..., 1, r + p]`.
-
-    Returns:
-      Keys `[..., H, d]` and values `[..., H, value_dim]`.
-    """
-    latent, rotated = jnp.split(kept, [self.latent], axis=-1)
-    plain, v = jnp.split(self.kv_b(latent[..., 0, :]), [self.plain], axis=-1)
-    rotated = jnp.broadcast_to(rotated, (*plain.shape[:-1], self.rotated))
-    return jnp.concatenate([plain, rotated], axis=-1), v
-
-  def absorb(self, q: jax.Array) -> jax.Array:
-    """Computes queries that attend to latents in place of keys.
-
-    Args:
-      q: Queries `[..., H, d]`.
-
-    Returns:
-      Queries `[..., H, r + p]`. Their products with latents equal the products of `q`
-      with the keys of those latents.
-    """
-    plain, rotated = jnp.split(q, [self.plain], axis=-1)
-    kernel, a, b = self._up(slice(None, self.plain), q.dtype)
-    inner = jnp.einsum('...hd,rhd->...hr', plain, kernel)
-    if a is not None:
-      narrow = jnp.einsum('...hd,khd->...hk', plain, b)
-      inner = inner + jnp.einsum('...hk,rk->...hr', narrow, a)
-    return jnp.concatenate([inner, rotated], axis=-1)
-
-  def release(self, out: jax.Array) -> jax.Array:
-    """Computes the output of attention from the output over latents.
-
-    Args:
-      out: Output over latents, `[..., H, r + p]`; the last p elements are not read.
-
-    Returns:
-      Output `[..., H, value_dim]`.
-    """
-    out = out[..., : self.latent]
-    kernel, a, b = self._up(slice(self.plain, None), out.dtype)
-    values = jnp.einsum('...hr,rhd->...hd', out, kernel)
-    if a is not None:
-      narrow = jnp.einsum('...hr,rk->...hk', out, a)
-      values = values + jnp.einsum('...hk,khd->...hd', narrow, b)
-    return values
-
-  def _up(self, part: slice, dtype: Any) -> tuple[jax.Array, PyTree, PyTree]:
-    """Slices the outputs of each head of kv_b: its kernel, and A and the scaled B.
-
-    Args:
-      part: Slice of the outputs of a head.
-      dtype: Dtype of the results.
-
-    Returns:
-      The kernel, and the LoRA factors A and B, or None for both.
-    """
-    kv_b = self.kv_b
-    kernel = kv_b.kernel[...][..., part].astype(dtype)
-    if not kv_b.lora:
-      return kernel, None, None
-    b = kv_b.lora.scale * kv_b.lora_b[...][..., part]
-    return kernel, kv_b.lora_a[...].astype(dtype), b.astype(dtype)
-
-
 ACTIVATIONS = {'silu': jax.nn.silu, 'gelu_tanh': jax.nn.gelu}
 
 
@@ -357,6 +226,8 @@ class MLP(nnx.Module):
     self.down = Linear((wide,), (width,), ('mlp', 'embed'), rngs, lora=down)
     self.joined: Callable[[jax.Array], list[jax.Array]] | None = None  # gate and up
     self.activation = config.spec.activation
+    self.kernels: ModuleType | None = None  # see `with_kernels`
+    self.keeps_inner = True
 
   def __call__(self, x: jax.Array, constrain: Constrain) -> jax.Array:
     """Applies the MLP.
@@ -368,14 +239,57 @@ class MLP(nnx.Module):
     Returns:
       Outputs `[..., D]`.
     """
+    if self.kernels is not None and x.dtype == jnp.float32:
+      return self._apply_kernels(self.kernels, x)
+    gate, up = self._gate_and_up(x)
     activation = ACTIVATIONS[self.activation]
-    gate, up = (self.gate(x), self.up(x)) if self.joined is None else self.joined(x)
     # The backward pass keeps gate and up alone, and computes the activation again.
     product = jax.checkpoint(lambda gate, up: activation(gate) * up)
     inner = checkpoint_name(product(gate, up), 'mlp')
     if x.ndim == 3:
       inner = constrain(inner, 'batch', 'length', 'mlp')
     return self.down(inner)
+
+  def _gate_and_up(self, x: jax.Array) -> list[jax.Array]:
+    if self.joined is None:
+      return [self.gate(x), self.up(x)]
+    return jnp.split(self.joined(x)[0], 2, axis=-1)
+
+  def _apply_kernels(self, kernels: ModuleType, x: jax.Array) -> jax.Array:
+    """Applies the MLP with kernels that compute the activation."""
+    if self.joined is not None:
+      return self.down(kernels.gated_joined(self.joined(x)[0], self.activation))
+    gate, up = self._gate_and_up(x)
+    if not self.keeps_inner and self.down.is_plain:
+      matrix = self.down.kernel[...].astype(x.dtype)
+      return kernels.gated_product(gate, up, matrix, self.activation)
+    inner = kernels.gated(gate, up, self.activation)
+    return self.down(checkpoint_name(inner, 'mlp'))
+
+
+T = TypeVar('T', bound=nnx.Module)
+
+
+def with_kernels(model: Any, module: T) -> T:
+  """Returns a part of a model whose norms and MLPs run the kernels for a CPU.
+
+  Args:
+    model: The `TransformerLM`, whose options say whether there are such kernels.
+    module: The part, which is changed. Without kernels, it is left as it is.
+  """
+  is_cpu = platform_of(model.platform) == 'cpu' and model.is_on_one_device
+  if not is_cpu or model.exact is not None:
+    return module
+  from kernels.native import layer_ops  # not for other platforms
+
+  if layer_ops.obstacle(model.platform, model.dtype, kernels=model.kernels):
+    return module
+  for _, part in nnx.iter_graph(module):
+    if isinstance(part, RMSNorm | MLP):
+      part.kernels = layer_ops
+    if isinstance(part, MLP):
+      part.keeps_inner = remat.may_keep(model.remat, 'mlp')
+  return module
 
 
 class Block(nnx.Module):
@@ -394,14 +308,14 @@ class Block(nnx.Module):
     self,
     config: ModelConfig,
     rngs: nnx.Rngs,
-    linear_attention: Callable[[ModelConfig, nnx.Rngs], Any] | None = None,
+    kind: Callable[[ModelConfig, nnx.Rngs], Any] | None = None,
   ):
     self.config, norms, width = config, config.spec.norms, (config.hidden_size,)
-    if linear_attention is not None:
-      self.delta = linear_attention(config, rngs)
+    mixer: Any = (kind or Attention)(config, rngs)
+    if config.linear_attention:
+      self.delta = mixer
     else:
-      kind = LatentAttention if config.kv_latent else Attention
-      self.attention: Any = kind(config, rngs)
+      self.attention = mixer
     beside = bool(config.num_experts) and config.spec.experts_beside_mlp
     if config.num_experts:
       from jaxrl.models import moe  # most models have no experts

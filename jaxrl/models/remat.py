@@ -105,3 +105,17 @@ def policy(call: RematPolicy) -> Policy:
     ValueError: If there is no such policy or option.
   """
   return REMAT_POLICIES.build(call)
+
+
+def may_keep(call: RematPolicy, name: str) -> bool:
+  """Returns whether a policy may keep an activation because of its name.
+
+  Args:
+    call: As for `policy`. A user's own may keep any.
+    name: One of `NAMES`.
+  """
+  known, function, options = REMAT_POLICIES.find(call)
+  if function is not _names:
+    return known not in REMAT_POLICIES
+  kept = f'{options.get("save", "")},{options.get("offload", "")}'
+  return name in kept.replace(' ', '').split(',')

@@ -193,12 +193,10 @@ class TransformerLM:
     x = self.constrain(x if images is None else images.merge(params, x), *_STREAM)
     if positions is None:
       positions = layer_stack.segment_positions(segment_ids)
-    rotations, shared = self._rotations(positions), caches.SharedKV()
-    if images is not None:
-      rotations = images.rotations(self.config)
+    rotations, shared = self._rotations(positions, images), caches.SharedKV()
     kernel_options, mix = self.kernel_options(row_segments), None
     if self.config.has_linear_attention:
-      from jaxrl.models.gated_delta_net import row_mixer  # few models need it
+      from jaxrl.models.mixers.gated_delta_net import row_mixer  # few models need it
 
       options = {'across': across, 'keep_cache': keep_cache, 'tree': tree}
       mix = row_mixer(self, segment_ids, prefix_ids, **options)
@@ -229,6 +227,7 @@ class TransformerLM:
 
     def body(block, x, inputs):
       routed, extra, layer = inputs
+      block = layers.with_kernels(self, block)
       feed = functools.partial(self._feed, routed=routed)
       rotation = rotations[rope.rotation_key(block.config)]
       own_attend = functools.partial(attend, block)
@@ -243,7 +242,7 @@ class TransformerLM:
     each = *each, None if images is None else jnp.arange(self.config.num_layers)
     options = self.remat, self.scan_unroll, each, shared.after, self.rounding
     x, (kept, _) = layer_stack.run_layers(self.config, params, x, body, *options)
-    return ends.norm(x), kept
+    return layers.with_kernels(self, ends).norm(x), kept
 
   def _exact_rows(self) -> Callable[..., tuple[jax.Array, caches.PrefillKV | None]]:
     """Returns `exact.run_rows` as `(params, tokens, lengths, keep_cache=…) -> …`."""
@@ -461,7 +460,11 @@ class TransformerLM:
     """
     return self._rotations(positions) if self.exact is None else None
 
-  def _rotations(self, positions: jax.Array) -> dict[str, rope.Rotation]:
+  def _rotations(
+    self, positions: jax.Array, images: PyTree = None
+  ) -> dict[str, rope.Rotation]:
+    if images is not None:
+      return images.rotations(self.config)
     return rope.rotations(self.config, positions, platform=self.platform)
 
   def kernel_options(self, row_segments: int | None = None) -> Keywords:
@@ -525,6 +528,7 @@ class TransformerLM:
     Returns:
       The next states, and the aux values of `attend` and of the MLP or experts.
     """
+    block = layers.with_kernels(self, block)
     rotation = rotations[rope.rotation_key(block.config)]
     inputs, gate = self._tokenwise(block.project_for_cache, x, *rotation)
     out, aux = attend(*inputs)
@@ -559,7 +563,8 @@ class TransformerLM:
       `[N, V]` float32.
     """
     ends = layer_stack.embedding_and_head(self.config, params)
-    return self._tokenwise(lambda x: self.logits(params, ends.norm(x)), x)
+    norm = layers.with_kernels(self, ends).norm
+    return self._tokenwise(lambda x: self.logits(params, norm(x)), x)
 
   def _head(self, params: Params) -> Params:
     if self.config.tie_embeddings:

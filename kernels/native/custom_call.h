@@ -46,6 +46,19 @@ INLINE Floats exponential(Floats x) {
   return (Floats)(scaled & ~is_low);
 }
 
+INLINE void store(float *x, Floats values, long count) {
+  if (count >= LANES)
+    *(AnyFloats *)x = values;
+  else
+    memcpy(x, &values, count * sizeof *x);
+}
+
+INLINE float sum_of_lanes(Floats x) {
+  float sum = 0;
+  for (int i = 0; i < LANES; i++) sum += x[i];
+  return sum;
+}
+
 typedef struct Job {
   /* Computes a chunk; the same thread goes on with `next`, -1 if there is none. */
   void (*run)(struct Job *, long chunk, long next);

@@ -15,9 +15,14 @@ import jax
 
 from kernels.native import compiler
 
-TARGETS = ('jaxrl_row_product', 'jaxrl_chunk_attention', 'jaxrl_keep_softmax')
+TARGETS = (
+  *('jaxrl_row_product', 'jaxrl_chunk_attention', 'jaxrl_keep_softmax'),
+  *('jaxrl_norm', 'jaxrl_norm_back'),
+  *('jaxrl_gate_silu', 'jaxrl_gate_silu_back'),
+  *('jaxrl_gate_gelu_tanh', 'jaxrl_gate_gelu_tanh_back'),
+)
 FOLDER = pathlib.Path(__file__).parent
-FILES = ('row_product.c', 'chunk_attention.c', 'row_softmax.c')
+FILES = ('row_product.c', 'chunk_attention.c', 'row_softmax.c', 'layer_ops.c')
 SOURCES = tuple(FOLDER / name for name in FILES)
 HEADER = FOLDER / 'custom_call.h'
 
@@ -93,6 +98,6 @@ def _built(processor: str) -> pathlib.Path:
   return compiler.build(
     'kernels',
     SOURCES,
-    options=('-O3', f'{option}={processor}', f'-I{headers}'),
+    options=('-O3', '-fno-math-errno', f'{option}={processor}', f'-I{headers}'),
     headers=(HEADER, headers / 'xla' / 'ffi' / 'api' / 'c_api.h'),
   )

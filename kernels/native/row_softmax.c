@@ -31,19 +31,6 @@ INLINE Floats load(const float *x, long count) {
   return *(AnyFloats *)values;
 }
 
-INLINE void store(float *x, Floats values, long count) {
-  if (count >= LANES)
-    *(AnyFloats *)x = values;
-  else
-    memcpy(x, &values, count * sizeof *x);
-}
-
-INLINE float sum_of(Floats x) {
-  float sum = 0;
-  for (int i = 0; i < LANES; i++) sum += x[i];
-  return sum;
-}
-
 static float largest(const float *row, long count) {
   Floats top = spread(MASKED);
   for (long i = 0; i < count; i += LANES) {
@@ -72,10 +59,10 @@ INLINE void run_row(const Softmax *s, long row, int is_tempered) {
     square_total += plain * plain, square_mean += d * plain * plain;
     store(logits + i, weights, count);
   }
-  stats[0] = top, stats[1] = sum_of(total), stats[2] = sum_of(mean);
-  stats[3] = is_tempered ? sum_of(plain_total) : stats[1];
-  stats[4] = is_tempered ? sum_of(plain_mean) : stats[2];
-  stats[5] = sum_of(square_total), stats[6] = sum_of(square_mean), stats[7] = chosen;
+  stats[0] = top, stats[1] = sum_of_lanes(total), stats[2] = sum_of_lanes(mean);
+  stats[3] = is_tempered ? sum_of_lanes(plain_total) : stats[1];
+  stats[4] = is_tempered ? sum_of_lanes(plain_mean) : stats[2];
+  stats[5] = sum_of_lanes(square_total), stats[6] = sum_of_lanes(square_mean), stats[7] = chosen;
 }
 
 static void run_rows(Job *job, long chunk, long next) {

@@ -49,6 +49,21 @@ def test_a_peer_that_is_lacking_or_dies_is_left_out_with_its_reason(tmp_path):
   assert results['failed']['tunix'].endswith("'step': no such module")
 
 
+def test_peers_as_installed_are_not_tuned(monkeypatch, tmp_path):
+  monkeypatch.setattr(peers.process_env, 'tuned', lambda env: {**env, 'TUNED': '1'})
+  monkeypatch.delenv('OMP_NUM_THREADS', raising=False)
+
+  def variables(name, as_installed):
+    setting = peers.Setting('mid', as_installed=as_installed)
+    env = peers.environment(name, str(tmp_path), setting)
+    assert env['PEER_SIZE'] == 'mid'
+    return env.keys() & {'TUNED', 'OMP_NUM_THREADS'}
+
+  assert not any(variables(name, True) for name in peers.OTHERS)
+  assert all('TUNED' in variables(name, True) for name in (*peers.OWN, 'rates'))
+  assert variables('trl', False) == {'TUNED', 'OMP_NUM_THREADS'}
+
+
 def test_prompts_are_those_of_their_seed():
   rows = shape.prompts(3, 2, 2)
   assert rows == shape.prompts(3, 2, 2) and rows[0] == rows[1] != rows[2]

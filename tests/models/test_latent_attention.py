@@ -8,7 +8,8 @@ from flax import nnx
 
 from jaxrl.component_calls import ComponentCall
 from jaxrl.model_loading import random_config
-from jaxrl.models import layers, lora, rope
+from jaxrl.models import lora, rope
+from jaxrl.models.mixers import latent_attention
 
 
 def make_attention(targets):
@@ -17,7 +18,7 @@ def make_attention(targets):
   adapters = lora.lora_adapters(rank=2, alpha=3.0, targets=targets) if targets else None
   config = config.replace(lora=adapters)
   draw = np.random.default_rng(0)
-  module = layers.LatentAttention(config, nnx.Rngs(params=jax.random.key(0)))
+  module = latent_attention.LatentAttention(config, nnx.Rngs(params=jax.random.key(0)))
   graph, state = nnx.split(module)
   moved = jax.tree.map(
     lambda x: np.float32(x + 0.3 * draw.standard_normal(x.shape)), jax.device_get(state)

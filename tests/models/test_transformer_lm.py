@@ -265,7 +265,7 @@ def test_constrain_sees_every_activation():
     return x
 
   model, params = small.model_and_params()
-  model = dataclasses.replace(model, constrain=constrain)
+  model = dataclasses.replace(model, constrain=constrain, kernels='reference')
   jax.eval_shape(model.policy_outputs, params, *[small.tokens(2, 8)] * 2)
   assert seen >= {'batch', 'length', 'heads', 'kv_heads', 'mlp'}
 

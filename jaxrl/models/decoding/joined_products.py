@@ -221,7 +221,8 @@ def part(
 
   Returns:
     The parameters as before, which cost nothing if nobody reads them, and by the name
-    of the module the function from its input to the several outputs.
+    of the module the function from its input to the outputs: those of queries, keys and
+    values, or one array with those of gate and up.
   """
   heads, kv_heads = (
     (number, config.head_dim) for number in (config.num_heads, config.num_kv_heads)
@@ -248,6 +249,8 @@ def part(
     rest = {name: x for name, x in weights[module].items() if name != joined}
     weights = weights | {module: rest | split}
     product = own.get((module, joined))
+    if module == 'mlp':  # which takes its outputs as they are
+      shapes, ends = ((one['kernel'].shape[1],),), []
     products[module] = functools.partial(_product, one, product, shapes, tuple(ends))
   return weights, products
 

@@ -5,7 +5,8 @@ all take turns in one run, for other load on the machine changes every figure: o
 ratios within a run mean anything. At a size that memory does not hold several times
 over they run one after the other, this package first and once more at the end.
 --size=toy|mid|smollm2 picks the model and the step, --ends lets samples end at
-different lengths; --only=ours,narrow,trl,tunix,vllm picks peers
+different lengths; --as-installed starts the peers as their users do, without what this
+benchmark does to make them faster; --only=ours,narrow,trl,tunix,vllm picks peers
 (narrow is this package with an engine that decodes in bfloat16); --json=FILE writes the
 figures too; --python=trl=FILE names a peer's Python.
 """
@@ -13,6 +14,7 @@ figures too; --python=trl=FILE names a peer's Python.
 import argparse
 import concurrent.futures
 import contextlib
+import dataclasses
 import json
 import os
 import pathlib
@@ -45,22 +47,43 @@ LABELS = {
 }
 TORCH = ('trl', 'vllm')
 OWN = ('ours', 'narrow')
+OTHERS = ('trl', 'tunix', 'vllm')
 STEPS = (*OWN, 'trl', 'tunix')  # vLLM does not train
 WARM = 3
 # Ours over theirs, at most: what this package aims at.
 AIMS = {'step': 0.45, 'decode': 0.45, 'memory': 0.6}
 
 
-def tuned(name: str, folder: str, size: str, ends: bool) -> dict[str, str]:
-  """The environment in which a peer runs fastest.
+@dataclasses.dataclass(frozen=True)
+class Setting:
+  """How peers run.
+
+  size: One of shape.SIZES.
+  ends: Whether samples end at different lengths.
+  as_installed: Whether others than this package are left as they are.
+  """
+
+  size: str = 'toy'
+  ends: bool = False
+  as_installed: bool = False
+
+
+TOY = Setting()
+
+
+def environment(name: str, folder: str, setting: Setting) -> dict[str, str]:
+  """The environment of a peer, in which it runs fastest if it may be tuned.
 
   For all, large blocks of memory are kept. For torch, a thread a processor and, on
   AMD, MKL's fast path, by answering for it that the processor is Intel's.
   """
-  env = process_env.tuned(os.environ)
+  env = dict(os.environ)
   env['PYTHONPATH'] = str(ROOT)
-  env['PEER_SIZE'] = size
-  env['PEER_ENDS'] = str(int(ends))
+  env['PEER_SIZE'] = setting.size
+  env['PEER_ENDS'] = str(int(setting.ends))
+  if setting.as_installed and name in OTHERS:
+    return env
+  env = process_env.tuned(env)
   if name in TORCH:
     env['OMP_NUM_THREADS'] = str(os.cpu_count())
     libraries = fast_path(folder), env.get(process_env.PRELOAD, '')
@@ -87,9 +110,7 @@ def fast_path(folder: str) -> str:
 class Peer:
   """One process, asked for one thing at a time. Raises RuntimeError when it dies."""
 
-  def __init__(
-    self, name: str, python: str, folder: str, size: str = 'toy', ends: bool = False
-  ):
+  def __init__(self, name: str, python: str, folder: str, setting: Setting = TOY):
     self.name, self.figures = name, {'step_s': [], 'generate_s': [], 'train_s': []}
     self.figures |= {'decode_s': [], 'mib': []}
     self.errors = open(os.path.join(folder, f'{name}.txt'), 'w+')  # noqa: SIM115
@@ -98,7 +119,7 @@ class Peer:
     self.process = subprocess.Popen(
       command,
       cwd=ROOT,
-      env=tuned(name, folder, size, ends),
+      env=environment(name, folder, setting),
       stderr=self.errors,
       text=True,
       **pipes,
@@ -138,14 +159,14 @@ def measure(
   names: list[str],
   pythons: dict[str, str],
   steps: int,
-  size: str = 'toy',
-  ends: bool = False,
+  setting: Setting = TOY,
 ) -> dict[str, Any]:
   """name → lists of seconds, round by round; 'failed': name → why."""
   peers: dict[str, Peer] = {}
   failed: dict[str, str] = {}
   rates: list[dict[str, float]] = []
   figures: dict[str, dict[str, list[float]]] = {}
+  is_alone = shape.SIZES[setting.size].alone
 
   def attempt(name: str, run: Any, *arguments: Any) -> None:
     try:
@@ -158,8 +179,8 @@ def measure(
   def start(name: str, folder: str) -> None:
     if not pathlib.Path(ROOT / pythons[name]).exists():
       raise RuntimeError(f'{pythons[name]} is not there: make bench-peers makes it')
-    peers[name] = Peer(name, str(ROOT / pythons[name]), folder, size, ends)
-    warm(peers[name], 1 if shape.SIZES[size].alone else WARM)
+    peers[name] = Peer(name, str(ROOT / pythons[name]), folder, setting)
+    warm(peers[name], 1 if is_alone else WARM)
 
   def take_turns(names: list[str], folder: str, steps: int) -> None:
     try:
@@ -181,9 +202,9 @@ def measure(
 
   with (
     tempfile.TemporaryDirectory() as folder,
-    contextlib.closing(Peer('rates', sys.executable, folder, size)) as machine,
+    contextlib.closing(Peer('rates', sys.executable, folder, setting)) as machine,
   ):
-    if shape.SIZES[size].alone:
+    if is_alone:
       again = ['ours'] if 'ours' in names and len(names) > 1 else []
       for name in [*names, *again]:
         take_turns(
@@ -194,8 +215,7 @@ def measure(
   return {
     'peers': figures,
     'failed': failed,
-    'size': size,
-    'ends': ends,
+    **dataclasses.asdict(setting),
     'flops': [one['flops'] for one in rates],
     'bytes_per_s': [one['rate'] for one in rates],
   }
@@ -268,6 +288,7 @@ def show(results: dict[str, Any]) -> None:
     f'{size.prompt} + {"up to " if ends else ""}{size.new} tokens,\nfloat32) and '
     f'{rows} × {"as many" if ends else size.new} tokens decoded with log-probs: '
     f'medians; ratios {"of them" if size.alone else "by round"}'
+    f'{"; peers as installed" if results["as_installed"] else ""}'
   )
   cells_of = table(results)
   widths = [max(len(row[i]) for row in cells_of) for i in range(len(cells_of[0]))]
@@ -301,12 +322,14 @@ def main() -> None:
   parser.add_argument('--steps', type=int, default=8)
   parser.add_argument('--size', choices=list(shape.SIZES), default='toy')
   parser.add_argument('--ends', action='store_true')
+  parser.add_argument('--as-installed', action='store_true')
   parser.add_argument('--python', action='append', default=[], metavar='PEER=FILE')
   flags = parser.parse_args()
   pythons = PYTHON | dict(pair.split('=', 1) for pair in flags.python)
   print(f'{os.cpu_count()} cores, load {os.getloadavg()[0]:.1f} before the run')
   start = time.time()
-  results = measure(flags.only.split(','), pythons, flags.steps, flags.size, flags.ends)
+  setting = Setting(flags.size, flags.ends, flags.as_installed)
+  results = measure(flags.only.split(','), pythons, flags.steps, setting)
   results |= {'load_after': os.getloadavg(), 'seconds': time.time() - start}
   results |= {'python': platform.python_version(), 'cores': os.cpu_count()}
   show(results)
