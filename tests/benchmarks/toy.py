@@ -72,8 +72,9 @@ class Toy:
       weights_dtype=weights_dtype,
     )
     self.weights = InProcessWeightStore(self.engine, device_thread=self.device_thread)
-    # Micro-batches, as tuned: a shallow model has two abreast, a deep one all in one.
-    parts = (2 if shape.ENDS else min(size.prompts, 4)) if model.is_shallow else 1
+    # Micro-batches, as tuned: a shallow model has two abreast, and a deep one two that
+    # take 450 MiB less than one, for 5% more time.
+    parts = min(size.prompts, 4) if model.is_shallow and not shape.ENDS else 2
     self.learner = Learner(
       model,
       model.init(jax.random.key(0)),
