@@ -80,14 +80,16 @@ def unconstrained(x: jax.Array, *names: str | None) -> jax.Array:
 
 
 def _layer(config: ModelConfig, rngs: nnx.Rngs) -> layers.Block:
-  kind = None
+  # Few models need one of these modules.
   if config.linear_attention:
-    from jaxrl.models.mixers.gated_delta_net import GatedDeltaNet as kind  # few need it
-  elif config.kv_latent:
-    from jaxrl.models.mixers.latent_attention import (
-      LatentAttention as kind,
-    )  # few need it
-  return layers.Block(config, rngs, kind)
+    from jaxrl.models.mixers.gated_delta_net import GatedDeltaNet
+
+    return layers.Block(config, rngs, GatedDeltaNet)
+  if config.kv_latent:
+    from jaxrl.models.mixers.latent_attention import LatentAttention
+
+    return layers.Block(config, rngs, LatentAttention)
+  return layers.Block(config, rngs)
 
 
 def _make(

@@ -175,7 +175,7 @@ static XLA_FFI_Error *run_norm(XLA_FFI_CallFrame *frame, int is_backward) {
   XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args;
   XLA_FFI_Buffer **rets = (XLA_FFI_Buffer **)frame->rets.rets;
   const XLA_FFI_Buffer *x = args[0], *epsilon = args[2];
-  long rows = x->rank == 2 ? x->dims[0] : -1, width = x->rank == 2 ? x->dims[1] : -1;
+  long rows = x->rank == 2 ? x->dims[0] : 0, width = x->rank == 2 ? x->dims[1] : 0;
   long rows_a_chunk = rows_of_sum(width), num_chunks = chunks_of(rows, rows_a_chunk);
   int fits = is_matrix(x, rows, width) && is_vector(args[1], width) &&
              is_matrix(rets[0], rows, width) && epsilon->rank == 0 &&
@@ -208,7 +208,7 @@ run_gate(XLA_FFI_CallFrame *frame, void (*run)(Job *, long, long), int is_backwa
   XLA_FFI_Buffer **args = (XLA_FFI_Buffer **)frame->args.args;
   XLA_FFI_Buffer **rets = (XLA_FFI_Buffer **)frame->rets.rets;
   const XLA_FFI_Buffer *out = rets[0];
-  long rows = out->rank == 2 ? out->dims[0] : -1, width = out->rank == 2 ? out->dims[1] : -1;
+  long rows = out->rank == 2 ? out->dims[0] : 0, width = out->rank == 2 ? out->dims[1] : 0;
   long stride = is_joined ? 2 * width : width;
   int fits = 1;
   for (long i = 0; i < frame->args.size; i++)

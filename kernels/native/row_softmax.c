@@ -62,7 +62,8 @@ INLINE void run_row(const Softmax *s, long row, int is_tempered) {
   stats[0] = top, stats[1] = sum_of_lanes(total), stats[2] = sum_of_lanes(mean);
   stats[3] = is_tempered ? sum_of_lanes(plain_total) : stats[1];
   stats[4] = is_tempered ? sum_of_lanes(plain_mean) : stats[2];
-  stats[5] = sum_of_lanes(square_total), stats[6] = sum_of_lanes(square_mean), stats[7] = chosen;
+  stats[5] = sum_of_lanes(square_total), stats[6] = sum_of_lanes(square_mean);
+  stats[7] = chosen;
 }
 
 static void run_rows(Job *job, long chunk, long next) {
