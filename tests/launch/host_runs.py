@@ -108,7 +108,7 @@ def played(workdir):
   return samples
 
 
-def check_equal(one, two, steps, *, rtol=1e-3):
+def check_equal(one, two, steps, *, rtol=1e-4):
   """Fails unless two runs learned the same from the same samples."""
   assert played(one) == played(two) and len(set(played(one))) == len(played(one)) > 0
   rows, rows_ = runs.numbers(one), runs.numbers(two)

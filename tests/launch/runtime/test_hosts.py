@@ -22,6 +22,8 @@ STEPS = 6
 OPTIONS = (
   '--config.sft.num_steps=0',
   '--config.eval.interval=0',
+  # At the config's 1e-2, Adam makes another rounding a thousand times larger by step 5.
+  '--config.optimizer.learning_rate=1e-3',
   f'--config.num_steps={STEPS}',
   '--config.rollout.engine=jax(decode_steps=4)',
 )
