@@ -10,12 +10,20 @@
    Shapes: x [R, D] times panels [N / P, D, P] float32, or [N / P, D / 2, P, 2] bfloat16
    where x is too and D is even. y [R, N] is float32; columns behind N are zero padding.
 
+   Where the processor has AMX and the operating system grants it, tiles multiply
+   bfloat16. They add in the same order, but round otherwise.
+
    library.py builds this file. */
 
 #include "custom_call.h"
 
 #if defined(__AVX512BF16__)
 #include <immintrin.h>
+#endif
+#if defined(__AMX_BF16__) && defined(__linux__)
+#define HAS_TILES
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 #if defined(__x86_64__) && !defined(__AVX512F__)
@@ -115,16 +123,177 @@ INLINE void whole_panel(const Product *p, long panel, long next, int is_bfloat16
   if (row < p->rows) tile(p, row, panel, ahead, 1, is_bfloat16);
 }
 
+/* Functions of their own: in a larger one, gcc keeps the sums in memory. */
+static __attribute__((noinline)) void
+panel_of_float32(const Product *p, long panel, long next) {
+  whole_panel(p, panel, next, 0);
+}
+
+static __attribute__((noinline)) void
+panel_of_bfloat16(const Product *p, long panel, long next) {
+  whole_panel(p, panel, next, 1);
+}
+
+#if defined(HAS_TILES)
+
+/* Tiles have 16 rows of 64 bytes. 0 to 2 are sums, 6 is of x, 7 of the matrix; 3 to 5
+   are the sums of 16 more rows, or of the matrix too. */
+enum { TILE_ROWS = 16, TILE_STEPS = 16, TILE_BYTES = 64 };
+
+typedef struct {
+  uint8_t palette, start_row, reserved[14];
+  uint16_t bytes[16];
+  uint8_t rows[16];
+} TileShapes;
+
+static int may_use_tiles;
+
+/* Linux grants tiles only to processes that ask. */
+__attribute__((constructor)) static void ask_for_tiles(void) {
+  enum { ASK_FOR_STATE = 0x1023, TILE_DATA = 18 };
+  may_use_tiles = !syscall(SYS_arch_prctl, ASK_FOR_STATE, TILE_DATA);
+}
+
+/* The compiler does not know that tiles are loaded from memory. */
+INLINE void finish_writes(void) { __asm__ volatile("" ::: "memory"); }
+
+static void shape_tiles(int rows) {
+  TileShapes shapes = {.palette = 1};
+  for (int i = 0; i < 8; i++) {
+    shapes.bytes[i] = TILE_BYTES;
+    shapes.rows[i] = i < 3 || i == 6 ? rows : TILE_ROWS;
+  }
+  finish_writes();
+  _tile_loadconfig(&shapes);
+}
+
+/* Adds what 16 words of each row of x give; `more` rows are 16 others. */
+INLINE void add_tiles(
+    const char *x, const char *more, long row_bytes, const char *matrix, int has_more) {
+  const long stride = PANEL * 4;
+  _tile_loadd(6, x, row_bytes);
+  _tile_loadd(7, matrix, stride);
+  _tile_dpbf16ps(0, 6, 7);
+  if (!has_more) {
+    _tile_loadd(3, matrix + TILE_BYTES, stride);
+    _tile_dpbf16ps(1, 6, 3);
+    _tile_loadd(4, matrix + 2 * TILE_BYTES, stride);
+    _tile_dpbf16ps(2, 6, 4);
+    return;
+  }
+  _tile_loadd(7, matrix + TILE_BYTES, stride);
+  _tile_dpbf16ps(1, 6, 7);
+  _tile_loadd(7, matrix + 2 * TILE_BYTES, stride);
+  _tile_dpbf16ps(2, 6, 7);
+  _tile_loadd(6, more, row_bytes);
+  _tile_dpbf16ps(5, 6, 7);
+  _tile_loadd(7, matrix + TILE_BYTES, stride);
+  _tile_dpbf16ps(4, 6, 7);
+  _tile_loadd(7, matrix, stride);
+  _tile_dpbf16ps(3, 6, 7);
+}
+
+/* Adds the words of x that are left. */
+static void add_rest(
+    const char *x, long rows, long row_bytes, const char *matrix, long steps, int has_more) {
+  char words[2 * TILE_ROWS][TILE_BYTES] = {0}, vectors[TILE_STEPS][PANEL * 4] = {0};
+  for (long r = 0; r < rows; r++) memcpy(words[r], x + r * row_bytes, steps * 4);
+  memcpy(vectors, matrix, steps * PANEL * 4);
+  finish_writes();
+  if (has_more)
+    add_tiles(*words, words[TILE_ROWS], TILE_BYTES, *vectors, 1);
+  else
+    add_tiles(*words, NULL, TILE_BYTES, *vectors, 0);
+}
+
+/* Stores the sums of `rows` rows, at most `count` columns of them. */
+static void store_tiles(const Product *p, long row, long rows, long panel, int has_more) {
+  float kept[2 * TILE_ROWS][PANEL], *y = p->y + row * p->columns + panel * PANEL;
+  const long count = p->columns - panel * PANEL, is_whole = count >= PANEL;
+  float *to = is_whole ? y : *kept;
+  const long floats = is_whole ? p->columns : PANEL, stride = floats * 4;
+  _tile_stored(0, to, stride);
+  _tile_stored(1, to + LANES, stride);
+  _tile_stored(2, to + 2 * LANES, stride);
+  if (has_more) {
+    to += TILE_ROWS * floats;
+    _tile_stored(3, to, stride);
+    _tile_stored(4, to + LANES, stride);
+    _tile_stored(5, to + 2 * LANES, stride);
+  }
+  for (long r = 0; !is_whole && r < rows; r++)
+    memcpy(y + r * p->columns, kept[r], count * 4);
+}
+
+/* Computes one panel's columns of 32 rows, or of at most 16. */
+INLINE void tile_block(
+    const Product *p, long row, long rows, long panel, Ahead ahead, int has_more) {
+  const long row_bytes = p->steps * 4;
+  const char *x = p->x + row * row_bytes, *more = x + TILE_ROWS * row_bytes;
+  const char *matrix = p->panels + panel * p->steps * PANEL * 4;
+  _tile_zero(0);
+  _tile_zero(1);
+  _tile_zero(2);
+  if (has_more) {
+    _tile_zero(3);
+    _tile_zero(4);
+    _tile_zero(5);
+  }
+  long step = 0;
+  for (; step + TILE_STEPS <= p->steps; step += TILE_STEPS) {
+    for (long byte = 0; byte < TILE_STEPS * ahead.stride; byte += LINE_BYTES)
+      __builtin_prefetch(ahead.bytes + byte);
+    ahead.bytes += TILE_STEPS * ahead.stride;
+    add_tiles(x + step * 4, more + step * 4, row_bytes, matrix, has_more);
+    matrix += TILE_STEPS * PANEL * 4;
+  }
+  if (step < p->steps)
+    add_rest(x + step * 4, rows, row_bytes, matrix, p->steps - step, has_more);
+  store_tiles(p, row, rows, panel, has_more);
+}
+
+static void tile_panel(const Product *p, long panel, long next, int *shape) {
+  const long bytes = p->steps * PANEL * 4;
+  const long blocks = p->rows / (2 * TILE_ROWS) + (p->rows >> 4 & 1) + (p->rows % 16 > 0);
+  Ahead ahead = {p->panels + panel * bytes + AHEAD_BYTES, PANEL * 4};
+  if (blocks > 1)
+    ahead = (Ahead){p->panels + next * bytes, (PANEL * 4 + blocks - 1) / blocks};
+  for (long row = 0, rows; row < p->rows; row += rows) {
+    const long left = p->rows - row;
+    rows = left >= 2 * TILE_ROWS ? 2 * TILE_ROWS : left < TILE_ROWS ? left : TILE_ROWS;
+    const int wanted = rows < TILE_ROWS ? rows : TILE_ROWS;
+    if (*shape != wanted) shape_tiles(*shape = wanted);
+    if (rows > TILE_ROWS)
+      tile_block(p, row, rows, panel, ahead, 1);
+    else
+      tile_block(p, row, rows, panel, ahead, 0);
+    ahead.bytes += p->steps * ahead.stride;
+  }
+}
+
+static void run_tiles(const Product *p, long panel, long end, long next) {
+  int shape = 0;
+  for (; panel < end; panel++)
+    tile_panel(p, panel, panel + 1 < end || next < 0 ? panel + 1 : next, &shape);
+  _tile_release(); /* what is in use is saved whenever threads change */
+}
+
+#endif
+
 static void run_chunk(Job *job, long chunk, long next) {
   const Product *p = (const Product *)job;
   long panel = chunk * p->panels_a_chunk, end = panel + p->panels_a_chunk;
   if (end > p->num_panels) end = p->num_panels;
+#if defined(HAS_TILES)
+  if (p->is_bfloat16 && may_use_tiles)
+    return run_tiles(p, panel, end, next < 0 ? next : next * p->panels_a_chunk);
+#endif
   for (; panel < end; panel++) {
     long after = panel + 1 < end || next < 0 ? panel + 1 : next * p->panels_a_chunk;
     if (p->is_bfloat16)
-      whole_panel(p, panel, after, 1);
+      panel_of_bfloat16(p, panel, after);
     else
-      whole_panel(p, panel, after, 0);
+      panel_of_float32(p, panel, after);
   }
 }
 
