@@ -4,13 +4,13 @@
 """
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from kernels.dispatch import REFERENCE, choose, platform_of
+from kernels.dispatch import REFERENCE, Candidate, choose, platform_of
 
 NEGATIVE = -1e30  # finite, so that a fully masked row gives numbers, not NaN
 SHORTEST = 32  # minimum queries per span, if the sequence fits in one block
@@ -40,8 +40,8 @@ def attention(
     q: Queries `[B, T, H, d]`.
     k: Keys `[B, T, K, d]`.
     v: Values `[B, T, K, e]`, e at most d.
-    segment_ids: Segment of each token, `[B, T]` int32. A token attends to itself and to
-      the earlier tokens of its segment.
+    segment_ids: Segment of each token, `[B, T]` int32; 0 is padding, whose output is
+      undefined. A token attends to itself and to the earlier tokens of its segment.
     prefix_ids: Earlier segment of the row that a token also attends to, `[B, T]` int32;
       0 for none.
     positions: Position of each token in its sequence, `[B, T]` int32. Read only with a
@@ -58,9 +58,9 @@ def attention(
       none.
     scale: Factor on the products of queries and keys; None for d^−½.
     row_segments: The most segments of a row, which then begin in its first column, lie
-      side by side and have the padding behind them; the output at padding is undefined.
-      Segments with the same `prefix_ids` then follow each other, in the order of their
-      prefixes. 0 if nothing is known of rows. On GPUs it saves a mask.
+      side by side and have the padding behind them. Segments with the same
+      `prefix_ids` then follow each other, in the order of their prefixes. 0 if nothing
+      is known of rows. On GPUs it saves a mask.
     kernels: As in `kernels.dispatch`.
     platform: As in `kernels.dispatch`.
     shard: Wraps a function so that each device runs it on its own shards:
@@ -92,6 +92,8 @@ def attention(
       sinks=sinks is not None,
       **rules,
     )
+  elif platform == 'cpu' and kernels != REFERENCE:
+    candidates['native'] = _native(q, k, v, shard, {*extra, *rules})
   candidates |= {REFERENCE: reference_attention}
   name = choose('attention', candidates, platform=platform, option=kernels)
   chosen = candidates[name]
@@ -109,6 +111,48 @@ def attention(
     run = shard(run, inputs, queries)
   out = run(q, k, v, segment_ids, *(array for array, _ in extra.values()))
   return out[..., :width] if width < out.shape[-1] else out
+
+
+def skips_other_segments(
+  q: jax.Array,
+  k: jax.Array,
+  v: jax.Array,
+  *,
+  kernels: str = 'auto',
+  platform: str | None = None,
+  shard: object = None,
+  row_segments: int = 0,
+  **options: object,
+) -> bool:
+  """Returns whether attention costs the same however sequences are packed into rows.
+
+  Args:
+    q: As for `attention`, like all others.
+    k: As there.
+    v: As there.
+    kernels: As there.
+    platform: As there.
+    shard: As there.
+    row_segments: As there. It makes no difference.
+    **options: As there.
+  """
+  del row_segments
+  if platform_of(platform) != 'cpu' or kernels == REFERENCE:
+    return False
+  is_set = lambda x: x is not None and not (isinstance(x, int | float) and not x)  # noqa: E731
+  asked = {name for name, value in options.items() if is_set(value)}
+  return not isinstance(_native(q, k, v, shard, asked), str)
+
+
+def _native(
+  q: jax.Array, k: jax.Array, v: jax.Array, shard: object, asked: Collection[str]
+) -> Candidate:
+  """Returns the kernel for a CPU, or why it cannot do what is asked."""
+  from kernels.native import segment_attention  # not for other platforms
+
+  if shard is not None:
+    return 'takes one device'
+  return segment_attention.candidate(q, k, v, asked)
 
 
 def reference_attention(

@@ -6,6 +6,7 @@ batch to batch.
 """
 
 import dataclasses
+import functools
 
 from jaxrl.component_table import as_call
 from jaxrl.functional.components import (
@@ -61,6 +62,7 @@ def old_logprobs_source(algorithm: Algorithm) -> str:
   return algorithm.old_logprobs_source if algorithm.correction is None else 'decoupled'
 
 
+@functools.lru_cache(maxsize=256)  # signatures take a millisecond to read
 def fields_read(algorithm: Algorithm, *components: str) -> frozenset[str]:
   """Returns the batch fields that components read.
 

@@ -476,7 +476,9 @@ class TransformerLM:
     return {
       'kernels': self.kernels,
       'platform': self.platform,
-      'shard': getattr(self.constrain, 'shard', None),
+      'shard': None
+      if self.is_on_one_device
+      else getattr(self.constrain, 'shard', None),
       'row_segments': self.row_segments if row_segments is None else row_segments,
     }
 

@@ -157,7 +157,9 @@ def _attention_options(
     prompts = 0 if packed_rows.prefix_ids is None else most // 2
     return {'row_segments': most * segments + prompts}
   unpacked = unpacked_attention.unpack_rows(packed_rows, segment_ids)
-  return {'attend_with': functools.partial(unpacked_attention.attend, unpacked)}
+  return {
+    'attend_with': functools.partial(unpacked_attention.attend, unpacked, packed_rows)
+  }
 
 
 def image_options(fields: BatchFields) -> tuple[Array, Array] | None:

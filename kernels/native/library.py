@@ -17,13 +17,20 @@ from kernels.native import compiler
 
 TARGETS = (
   *('jaxrl_row_product', 'jaxrl_chunk_attention', 'jaxrl_keep_softmax'),
+  *('jaxrl_attention', 'jaxrl_attention_back'),
   *('jaxrl_norm', 'jaxrl_norm_back'),
   *('jaxrl_gate_silu', 'jaxrl_gate_silu_back'),
   *('jaxrl_gate_gelu_tanh', 'jaxrl_gate_gelu_tanh_back'),
 )
 FOLDER = pathlib.Path(__file__).parent
-FILES = ('row_product.c', 'chunk_attention.c', 'row_softmax.c', 'layer_ops.c')
-SOURCES = tuple(FOLDER / name for name in FILES)
+FILES = (
+  'row_product',
+  'chunk_attention',
+  'segment_attention',
+  'row_softmax',
+  'layer_ops',
+)
+SOURCES = tuple(FOLDER / f'{name}.c' for name in FILES)
 HEADER = FOLDER / 'custom_call.h'
 
 _LOCK = threading.Lock()

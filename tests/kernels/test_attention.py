@@ -224,7 +224,6 @@ def test_over_8000_tokens_in_one_call(length, differentiated):
     5001,
     7500,
     8100,
-    length - 1,
   ]
   weights = np.zeros(q.shape)
   weights[positions] = random(len(positions), heads, dim, seed=2)
@@ -239,6 +238,7 @@ def test_over_8000_tokens_in_one_call(length, differentiated):
     (_, out), gradients = jax.jit(run)(*inputs)
   else:
     (_, out), gradients = jax.jit(run)(*inputs), ()
+  assert np.isfinite(out).all()  # at padding too, where it means nothing
   wanted = [np.zeros(x.shape) for x in (q, k, v)]
   for t, h in itertools.product(positions, range(heads)):
     seen = np.flatnonzero((ids == ids[t]) & (np.arange(length) <= t))

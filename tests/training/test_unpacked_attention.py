@@ -1,5 +1,6 @@
 """Packed rows attend on a rectangle as they do among themselves."""
 
+import dataclasses
 import functools
 
 import jax
@@ -63,13 +64,13 @@ def test_value_and_gradient_are_those_of_packed_rows(case, prefixes):
   rows, ids = lying(CASES[case], length=28, count=2)
   rng = np.random.default_rng(0)
   model, params = small.model_and_params()
+  model = dataclasses.replace(model, kernels='reference')
   tokens = rng.integers(1, model.config.vocab_size, rows.origin.shape)
   tokens = jnp.asarray(np.where(rows.origin < 0, 0, tokens), jnp.int32)
   weights = jnp.asarray(np.where(rows.origin < 0, 0, rng.normal(size=tokens.shape)))
-  unpacked = unpacked_attention.unpack_rows(rows, ids)
   if not prefixes:
-    bare = PackedRows(rows.origin, rows.segment_ids, None, rows.positions, rows.place)
-    unpacked = unpacked_attention.unpack_rows(bare, ids)
+    rows = dataclasses.replace(rows, prefix_ids=None)
+  unpacked = unpacked_attention.unpack_rows(rows, ids)
 
   def total(params, unpacked):
     outputs = model.policy_outputs(
@@ -78,7 +79,8 @@ def test_value_and_gradient_are_those_of_packed_rows(case, prefixes):
       rows.segment_ids,
       prefix_ids=rows.prefix_ids,
       positions=rows.positions,
-      attend_with=unpacked and functools.partial(unpacked_attention.attend, unpacked),
+      attend_with=unpacked
+      and functools.partial(unpacked_attention.attend, unpacked, rows),
     )
     return (outputs.logprobs * weights).sum()
 

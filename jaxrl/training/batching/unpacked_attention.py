@@ -8,13 +8,14 @@ supports shared prompts.
 """
 
 import dataclasses
-from collections.abc import Callable
+import functools
 
 import jax
 import jax.numpy as jnp
 from jax.custom_derivatives import linear_call
 
 from jaxrl.types import Array, PackedRows
+from kernels.attention import skips_other_segments
 from kernels.flash_attention import MIN_LENGTH
 
 
@@ -91,13 +92,21 @@ def unpack_rows(rows: PackedRows, segment_ids: Array) -> UnpackedRows:
 
 
 def attend(
-  unpacked: UnpackedRows, run: Callable[..., Array], q: Array, k: Array, v: Array
+  unpacked: UnpackedRows,
+  rows: PackedRows,
+  run: 'functools.partial[Array]',
+  q: Array,
+  k: Array,
+  v: Array,
 ) -> Array:
   """Computes the attention of packed rows with one sequence per row.
 
+  A kernel that skips the pairs of other sequences gets the packed rows as they are.
+
   Args:
     unpacked: Map from `unpack_rows`.
-    run: Attention on the padded batch, `(q, k, v, segment_ids) -> output`.
+    rows: The packed rows.
+    run: `kernels.attention.attention` with options.
     q: Queries `[R, L, H, d]`.
     k: Keys `[R, L, K, d]`.
     v: Values `[R, L, K, d]`.
@@ -105,6 +114,8 @@ def attend(
   Returns:
     Output `[R, L, H, d]`.
   """
+  if skips_other_segments(q, k, v, **run.keywords):
+    return run(q, k, v, rows.segment_ids, prefix_ids=rows.prefix_ids)
   q, k, v = (linear_call(_spread, _gather, unpacked, x) for x in (q, k, v))
   out = run(q, k, v, unpacked.segment_ids)
   return linear_call(_collect, _return, unpacked, out)

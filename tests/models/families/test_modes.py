@@ -87,7 +87,8 @@ def test_packed_rows_equal_separate_ones(name):
 def test_a_shared_prompt_is_seen_by_all_its_responses(name, unpacked):
   """Row 0 has a prompt of 7 tokens once, and responses of 5, 4 and 2."""
   config, params = cases.ours(name)
-  model = TransformerLM(config)
+  # The kernel for a CPU would get packed rows as they are.
+  model = TransformerLM(config, kernels='reference' if unpacked else 'auto')
   lengths = [12, 11, 9]
   rows, segment_ids = lying([(0, length, 7) for length in lengths], 24, 1)
   whole = cases.tokens(3, 12)
@@ -98,7 +99,7 @@ def test_a_shared_prompt_is_seen_by_all_its_responses(name, unpacked):
     model.policy_outputs,
     prefix_ids=rows.prefix_ids,
     positions=rows.positions,
-    attend_with=functools.partial(unpacked_attention.attend, unpacked_rows)
+    attend_with=functools.partial(unpacked_attention.attend, unpacked_rows, rows)
     if unpacked
     else None,
   )
