@@ -473,12 +473,11 @@ class TransformerLM:
     Args:
       row_segments: As in `policy_outputs`.
     """
+    shard = getattr(self.constrain, 'shard', None)
     return {
       'kernels': self.kernels,
       'platform': self.platform,
-      'shard': None
-      if self.is_on_one_device
-      else getattr(self.constrain, 'shard', None),
+      'shard': None if self.is_on_one_device else shard,
       'row_segments': self.row_segments if row_segments is None else row_segments,
     }
 
