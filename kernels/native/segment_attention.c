@@ -556,11 +556,13 @@ static XLA_FFI_Error *attend(XLA_FFI_CallFrame *frame, int has_gradients) {
     is_enough = scratch->dims[0] == a->job.num_chunks &&
                 share_out(a, &piece, NULL) <= a->scratch_bytes;
   }
-  atomic_store(&a->job.owners, 1);
-  if (is_enough)
-    run_job(frame, &a->job, sizes[0] * sizes[1] * sizes[2] * sizes[3] * 4);
+  if (!is_enough) {
+    free(a);
+    return fail(frame, "jaxrl_attention: too little scratch memory");
+  }
+  run_job(frame, &a->job, sizes[0] * sizes[1] * sizes[2] * sizes[3] * 4);
   release(&a->job);
-  return is_enough ? NULL : fail(frame, "jaxrl_attention: too little scratch memory");
+  return NULL;
 }
 
 XLA_FFI_Error *jaxrl_attention(XLA_FFI_CallFrame *frame) { return attend(frame, 0); }

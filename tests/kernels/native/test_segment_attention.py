@@ -231,24 +231,26 @@ def test_attention_chooses_it_on_one_device():
 def misfits():
   """Arguments of the target, and shapes of its results, that do not fit together."""
   q, k, v, segments, prefixes = draw((1, 9, 4, 2, 16), whole)
-  good, shapes = (q, k, v, segments, prefixes, 1.0), [q.shape, (1, 4, 9, 2)]
-  yield 'few arguments', good[:5], shapes
-  yield 'few results', good, shapes[:1]
-  yield 'keys of others', (q, k[:, :8], *good[2:]), shapes
-  yield 'heads', (q[:, :, :3], *good[1:]), [(1, 9, 3, 16), (1, 3, 9, 2)]
-  yield (
-    'width',
-    tuple(x[..., :8] for x in good[:3]) + good[3:],
-    [(1, 9, 4, 8), shapes[1]],
-  )
-  yield 'types', (*good[:3], segments.astype(jnp.float32), *good[4:]), shapes
-  yield 'stats', good, [q.shape, (1, 4, 9, 1)]
+  good, scratch = (q, k, v, segments, prefixes, 1.0), segment_attention._scratch(q, k)
+  scratch = 2 * scratch[0], scratch[1]
+  shapes, together = [q.shape, (1, 4, 9, 2), scratch], 'do not fit together'
+  yield good[:5], shapes, 'other arrays'
+  yield good, shapes[:2], 'other arrays'
+  yield (q[0], *good[1:]), shapes, 'need four axes'
+  yield (q, k[:, :8], *good[2:]), shapes, together
+  yield (q[:, :, :3], *good[1:]), [(1, 9, 3, 16), (1, 3, 9, 2), scratch], together
+  narrow = *(x[..., :2] for x in good[:3]), *good[3:]
+  yield narrow, [(1, 9, 4, 2), *shapes[1:]], together
+  yield (*good[:3], segments.astype(jnp.float32), *good[4:]), shapes, together
+  yield good, [q.shape, (1, 4, 9, 1), scratch], together
+  yield good, [*shapes[:2], (4, 20)], 'too little scratch'
+  yield good, [*shapes[:2], (3, scratch[1])], 'too little scratch'
 
 
-@pytest.mark.parametrize('name, arrays, shapes', list(misfits()))
-def test_what_does_not_fit_is_refused(name, arrays, shapes):
+@pytest.mark.parametrize('arrays, shapes, why', list(misfits()))
+def test_what_does_not_fit_is_refused(arrays, shapes, why):
   library.widths()
   target = segment_attention.TARGET
   arrays = [jnp.asarray(x) for x in arrays]
-  with pytest.raises(jax.errors.JaxRuntimeError, match='jaxrl_attention'):
+  with pytest.raises(jax.errors.JaxRuntimeError, match=f'jaxrl_attention: .*{why}'):
     jax.block_until_ready(segment_attention._call(target, arrays, shapes))
