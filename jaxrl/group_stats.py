@@ -64,6 +64,12 @@ def sample_score(rows: SampleRows) -> float:
   return sum(row.score for row in rows)
 
 
+def raw_score(rows: SampleRows) -> float:
+  """Returns the return of one sample as the environment gave it, before any shaping."""
+  raw = rows[-1].metrics.get(RAW_SCORE)
+  return sample_score(rows) if raw is None else raw
+
+
 def sample_scores(group: Group) -> np.ndarray:
   """Computes the return of every sample that is not greedy.
 
@@ -94,9 +100,8 @@ def sample_accuracies(group: Group) -> np.ndarray:
 
 
 def _accuracy(rows: SampleRows) -> float:
-  metrics = rows[-1].metrics
-  raw_score = metrics.get(RAW_SCORE, sample_score(rows))
-  return float(metrics.get('accuracy', raw_score))
+  accuracy = rows[-1].metrics.get('accuracy')
+  return float(raw_score(rows) if accuracy is None else accuracy)
 
 
 def response_length(rows: SampleRows) -> int:

@@ -15,8 +15,8 @@ import numpy as np
 
 from jaxrl.group_stats import (
   RAW_SCORE,
-  SampleRows,
   is_truncated,
+  raw_score,
   rows_by_sample,
   sample_score,
 )
@@ -77,9 +77,10 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
   greedy_scores: list[float] = []
   truncated: list[bool] = []
   reported: dict[str, list[float]] = {}
+  is_shaped = any(RAW_SCORE in row.metrics for group in groups for row in group)
   for group in groups:
     samples = rows_by_sample([row for row in group if not row.is_expert]).values()
-    greedy_scores += [_raw_score(rows) for rows in samples if rows[0].is_greedy]
+    greedy_scores += [raw_score(rows) for rows in samples if rows[0].is_greedy]
     sampled = [rows for rows in samples if not rows[0].is_greedy]
     truncated += map(is_truncated, sampled)
     for rows in sampled:
@@ -87,8 +88,9 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
         if name.startswith(('reward/', 'grader/', 'prefix/')):
           reported.setdefault(name, []).append(value)
     if sampled:
-      raw_scores.append([_raw_score(rows) for rows in sampled])
-      shaped_scores.append([sample_score(rows) for rows in sampled])
+      raw_scores.append([raw_score(rows) for rows in sampled])
+      if is_shaped:
+        shaped_scores.append([sample_score(rows) for rows in sampled])
   if not raw_scores:
     return {}
   scores = np.concatenate([np.asarray(group) for group in raw_scores])
@@ -104,17 +106,12 @@ def reward_metrics(groups: Sequence[Group]) -> dict[str, float]:
     ),
     'rollout/truncated': float(np.mean(truncated)),
   }
-  if any(RAW_SCORE in row.metrics for group in groups for row in group):
+  if is_shaped:
     metrics['reward/shaped_mean'] = float(np.mean(np.concatenate(shaped_scores)))
     metrics['reward/shaped_group_std'] = _mean_group_std(shaped_scores)
   if greedy_scores:
     metrics['reward/greedy_mean'] = float(np.mean(greedy_scores))
   return metrics
-
-
-def _raw_score(rows: SampleRows) -> float:
-  """Returns a sample's return as the environment gave it."""
-  return rows[-1].metrics.get(RAW_SCORE, sample_score(rows))
 
 
 def _mean_group_std(scores: Sequence[Sequence[float]]) -> float:

@@ -149,8 +149,8 @@ TRAINING = _faults(
     'test_minibatches test_batch_shapes',
   ),
   (
-    'micro = int(num_assigned[mini].argmin())',
-    'micro = int(num_assigned[mini].argmax())',
+    'micro = num_assigned[mini].index(min(num_assigned[mini]))',
+    'micro = num_assigned[mini].index(max(num_assigned[mini]))',
     'test_minibatches test_batch_shapes',
   ),
   (

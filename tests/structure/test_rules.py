@@ -79,8 +79,8 @@ CATALOGUES = {
   'recipes/catalogue',
 }
 # 8 of them know how templates write calls, 9 are for kernels in C.
-MAX_MODULES_BEFORE_STEP_1 = 209
-MAX_MODULES_OF_THE_EXAMPLE = 102  # that examples/grpo_minimal.py imports
+MAX_MODULES_BEFORE_STEP_1 = 210
+MAX_MODULES_OF_THE_EXAMPLE = 103  # that examples/grpo_minimal.py imports
 MAX_RAW_CONFIG_FUNCTIONS = 12
 MAX_LINES_WITH_ANY = 1300  # of the packages below `examples`
 

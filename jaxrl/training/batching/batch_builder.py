@@ -290,16 +290,17 @@ def assign_rows(
     or None if a unit fits nowhere.
   """
   assigned: list[list[int]] = [[] for _ in range(num_minibatches * num_micro_batches)]
-  num_assigned = np.zeros((num_minibatches, num_micro_batches), np.int64)
+  num_assigned = [[0] * num_micro_batches for _ in range(num_minibatches)]
   for unit in units:
-    has_room = num_assigned.min(axis=1) + len(unit) <= capacity
-    if not has_room.any():
+    have_room = [
+      i for i, n in enumerate(num_assigned) if min(n) + len(unit) <= capacity
+    ]
+    if not have_room:
       return None
-    totals = np.where(has_room, num_assigned.sum(axis=1), np.iinfo(np.int64).max)
-    mini = int(totals.argmin())
-    micro = int(num_assigned[mini].argmin())
-    assigned[mini * num_micro_batches + micro].extend(int(row) for row in unit)
-    num_assigned[mini, micro] += len(unit)
+    mini = min(have_room, key=lambda i: sum(num_assigned[i]))
+    micro = num_assigned[mini].index(min(num_assigned[mini]))
+    assigned[mini * num_micro_batches + micro].extend(unit.tolist())
+    num_assigned[mini][micro] += len(unit)
   index = np.full((len(assigned), capacity), -1, np.int32)
   for i, rows in enumerate(assigned):
     index[i, : len(rows)] = rows

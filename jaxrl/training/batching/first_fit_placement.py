@@ -85,10 +85,11 @@ class FirstFitBins:
   def __init__(self, pack: PackShape, lengths: RowLengths):
     self.pack = pack
     self.lengths = lengths
-    self.free_slots = np.zeros(0, np.int64)
-    self.num_sequences = np.zeros(0, np.int64)
+    # Lists: numpy takes longer for the few packed rows of a micro-batch.
+    self.free_slots: list[int] = []
+    self.num_sequences: list[int] = []
     self.rows_by_group: list[dict[int, list[int]]] = []
-    self._row_sequences = np.zeros(0, np.int64)  # sequences of each packed row
+    self._row_sequences: list[int] = []  # sequences of each packed row
     self._most_per_row = most_sequences_per_row(
       pack.sequences, pack.length, lengths.longest
     )
@@ -97,9 +98,9 @@ class FirstFitBins:
   def add_micro_batch(self) -> None:
     """Appends an empty micro-batch."""
     rows, length = self.pack.rows, self.pack.length
-    self.free_slots = np.append(self.free_slots, np.full(rows, length))
-    self.num_sequences = np.append(self.num_sequences, 0)
-    self._row_sequences = np.append(self._row_sequences, np.zeros(rows, np.int64))
+    self.free_slots += [length] * rows
+    self.num_sequences.append(0)
+    self._row_sequences += [0] * rows
     self.rows_by_group += [{} for _ in range(rows)]
 
   def try_add(self, unit: np.ndarray) -> bool:
@@ -122,7 +123,7 @@ class FirstFitBins:
       bins = slice(micro * pack.rows, (micro + 1) * pack.rows)
       if self.num_sequences[micro] + len(unit) > pack.sequences:
         continue
-      if self.free_slots[bins].max() >= fewest_slots and self._place_unit(unit, bins):
+      if max(self.free_slots[bins]) >= fewest_slots and self._place_unit(unit, bins):
         self.num_sequences[micro] += len(unit)
         if micro not in preferred:
           preferred.append(micro)
@@ -132,15 +133,18 @@ class FirstFitBins:
   def _find_bin(self, row: int, bins: slice) -> int | None:
     """Returns the first packed row with room, preferably one with the same prompt."""
     tokens, shared = int(self.lengths.tokens[row]), int(self.lengths.shared[row])
-    has_place = self._row_sequences[bins] < self._most_per_row
-    free_slots = np.where(has_place, self.free_slots[bins], -1)
-    if shared:
-      group = int(self.lengths.group_ids[row])
-      for i in np.flatnonzero(free_slots >= tokens - shared):
-        if group in self.rows_by_group[bins.start + i]:
-          return bins.start + int(i)
-    fitting = np.flatnonzero(free_slots >= tokens)
-    return bins.start + int(fitting[0]) if len(fitting) else None
+    group, first = int(self.lengths.group_ids[row]), None
+    for i in range(bins.start, bins.stop):
+      free_slots = self.free_slots[i]
+      if self._row_sequences[i] >= self._most_per_row:
+        continue
+      if shared and free_slots >= tokens - shared and group in self.rows_by_group[i]:
+        return i
+      if first is None and free_slots >= tokens:
+        first = i
+        if not shared:
+          break
+    return first
 
   def _place_unit(self, unit: np.ndarray, bins: slice) -> bool:
     """Places all rows of a unit in `bins`, or none of them."""

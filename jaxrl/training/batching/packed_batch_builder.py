@@ -245,7 +245,7 @@ class PackedBatchBuilder(BatchBuilder):
 
   def _may_save_slots(self, lengths: Any, bins: Sequence[FirstFitBins]) -> bool:
     """Returns whether trees of all rows would have few enough slots, at best."""
-    used = sum(int((f.pack.length - f.free_slots).sum()) for f in bins)
+    used = sum(f.pack.length * len(f.free_slots) - sum(f.free_slots) for f in bins)
     fewest = lengths.tokens.sum() - lengths.common.sum()
     return fewest <= TREE_SHARE * used
 
@@ -343,7 +343,7 @@ class PackedBatchBuilder(BatchBuilder):
   def _cost(self, shape: BatchShape, bins: list[FirstFitBins]) -> float:
     """Returns the number of slots, with a small penalty for fine micro-batches."""
     assert shape.pack is not None
-    slots = sum(filled.free_slots.size for filled in bins) * shape.pack.length
+    slots = sum(len(filled.free_slots) for filled in bins) * shape.pack.length
     usual_rows, usual_length = self._sizes[0]
     is_fine = (
       shape.pack.rows != usual_rows * self.row_multiple

@@ -139,7 +139,7 @@ class TreeBins(FirstFitBins):
       bins = slice(micro * pack.rows, (micro + 1) * pack.rows)
       if self.num_sequences[micro] + len(unit) > pack.sequences:
         continue
-      if self.free_slots[bins].max() >= fewest_slots and self._place_unit(unit, bins):
+      if max(self.free_slots[bins]) >= fewest_slots and self._place_unit(unit, bins):
         self.num_sequences[micro] += len(unit)
         return True
     return False
@@ -172,7 +172,7 @@ class TreeBins(FirstFitBins):
       rank, tokens = int(self.lengths.rank[row]), int(self.lengths.tokens[row])
       shared = [self._num_shared(rank, i) for i in range(bins.start, bins.stop)]
       slots = tokens - np.array(shared)
-      fitting = np.flatnonzero(self.free_slots[bins] >= slots)
+      fitting = np.flatnonzero(np.array(self.free_slots[bins]) >= slots)
       if not len(fitting):
         self._undo(placed)
         return False

@@ -20,6 +20,7 @@ from jaxrl.models.transformer_lm import TransformerLM
 from jaxrl.options import ConfigError
 from jaxrl.training import forward_pass
 from jaxrl.training.batch_fields import HParams
+from jaxrl.training.batching import gradient_sums
 from jaxrl.training.batching.packing_plan import PackingPlan
 from jaxrl.training.train_state import AlgorithmState, StepSpec, TrainState
 from jaxrl.training.train_step import (
@@ -214,4 +215,5 @@ def _finish(
   algorithm_state: AlgorithmState,
 ) -> tuple[TrainState, dict[str, Array]]:
   grads, sums = jax.tree.map(lambda *x: sum(x[1:], x[0]), *totals)
+  grads = gradient_sums.stack_layers(grads)
   return finish_minibatch(spec, state, grads, sums, hparams, algorithm_state)
