@@ -97,6 +97,30 @@ async def test_a_transformer_s_step_is_the_same(parts, changes, options, seen):
   assert_same(one, two)
 
 
+@pytest.mark.parametrize(
+  'options',
+  [
+    {'packing': parallel_packing(2)},
+    slow({'packing': parallel_packing(1)}),
+    slow({'num_micro_batches': 2}),
+  ],
+)
+async def test_unrolled_layers_train_as_scanned_ones(options):
+  algorithm = make_algorithm('grpo')
+  groups = prompted(algorithm, SIZES)
+  unrolled, scanned = [
+    await train(
+      algorithm,
+      groups,
+      functools.partial(TransformerLM, unroll=layers),
+      **USUAL,
+      **options,
+    )
+    for layers in (toy.CONFIG.num_layers, 1)
+  ]
+  assert_same(unrolled, scanned)
+
+
 def model_kind(**changes):
   """Model, or one with changes that `toy.learner` does not know of."""
   return functools.partial(_changed, changes)
