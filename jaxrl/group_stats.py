@@ -66,8 +66,8 @@ def sample_score(rows: SampleRows) -> float:
 
 def raw_score(rows: SampleRows) -> float:
   """Returns the return of one sample as the environment gave it, before any shaping."""
-  raw = rows[-1].metrics.get(RAW_SCORE)
-  return sample_score(rows) if raw is None else raw
+  metrics = rows[-1].metrics
+  return metrics[RAW_SCORE] if RAW_SCORE in metrics else sample_score(rows)
 
 
 def sample_scores(group: Group) -> np.ndarray:
@@ -100,8 +100,8 @@ def sample_accuracies(group: Group) -> np.ndarray:
 
 
 def _accuracy(rows: SampleRows) -> float:
-  accuracy = rows[-1].metrics.get('accuracy')
-  return float(raw_score(rows) if accuracy is None else accuracy)
+  metrics = rows[-1].metrics
+  return float(metrics['accuracy'] if 'accuracy' in metrics else raw_score(rows))
 
 
 def response_length(rows: SampleRows) -> int:

@@ -304,8 +304,10 @@ def _accumulate_chunks(
   def add(total: Params, micro_batch: Any) -> tuple[Params, Any]:
     return gradient_sums.add(_platform(spec.model), run, total, micro_batch)
 
-  first = jax.tree.map(lambda x: x[0], split)
-  start, _ = gradient_sums.zeros(_platform(spec.model), run, params, first)
+  start = jax.tree.map(jnp.zeros_like, params)
+  if _platform(spec.model) == 'cpu':  # elsewhere tracing would change nothing
+    first = jax.tree.map(lambda x: x[0], split)
+    start, _ = gradient_sums.zeros('cpu', run, params, first)
   grads, sums = jax.lax.scan(add, start, split)
   grads = gradient_sums.stack_layers(grads)
   return grads, jax.tree.map(lambda x: x.sum(0), sums)

@@ -115,7 +115,7 @@ class FirstFitBins:
       Whether a micro-batch had room.
     """
     lengths, pack = self.lengths, self.pack
-    fewest_slots = int((lengths.tokens - lengths.shared)[unit].max())
+    fewest_slots = int((lengths.tokens[unit] - lengths.shared[unit]).max())
     group = int(lengths.group_ids[unit[0]])
     preferred = self._micro_batches_of_group.setdefault(group, [])
     others = [i for i in range(len(self.num_sequences)) if i not in preferred]

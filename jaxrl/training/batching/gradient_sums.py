@@ -50,10 +50,13 @@ def zeros(
     `LayerSums`; and the shapes of the other result.
   """
   closed, (_, rest) = jax.make_jaxpr(function, return_shape=True)(*arguments)
-  leaves, treedef = jax.tree.flatten(jax.tree.map(jnp.zeros_like, params))
+  total = jax.tree.map(jnp.zeros_like, params)
+  if platform != 'cpu':
+    return total, rest
+  leaves, treedef = jax.tree.flatten(total)
   totals = _read_once(closed.jaxpr, leaves)
   scans = [e for e in closed.jaxpr.eqns if e.primitive is scan_p and _is_unrolled(e)]
-  for equation in scans if platform == 'cpu' else ():
+  for equation in scans:
     for k, x in _places(equation, totals).items():
       place = closed.jaxpr.outvars.index(equation.outvars[k])
       leaves[place] = LayerSums(tuple(jnp.zeros_like(layer) for layer in x))

@@ -132,7 +132,7 @@ class TreeBins(FirstFitBins):
       Whether a micro-batch had room.
     """
     lengths, pack = self.lengths, self.pack
-    fewest_slots = int((lengths.tokens - lengths.shared)[unit].max())
+    fewest_slots = int((lengths.tokens[unit] - lengths.shared[unit]).max())
     preferred = self._micro_batches_near(int(lengths.rank[unit[0]]))
     others = [i for i in range(len(self.num_sequences)) if i not in preferred]
     for micro in preferred + others:
